@@ -1,0 +1,1 @@
+"""Rules without I/O, clock or unpassed randomness; standard library only."""

@@ -1,0 +1,1 @@
+"""The learner side: objectives, advantages, corrections and everything else that needs torch."""
