@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ SPLITS = {"heldout": (0, 10), "demonstration": (10, 50), "train": (50, 100)}
 _TRAIN_FILE_SEED = 11
 _HELDOUT_FILE_SEED = 7
 _SAMPLED_ACCURACY_SEED = 1234
+# Added to the model seed, so that no seed draws its demonstrations as the prompt files were drawn.
+_DEMONSTRATION_SEED = 1000
 
 _BATCH_SIZE = 256
 _LEARNING_RATE = 2e-3
@@ -109,7 +112,7 @@ def make_tiny_model(
         _write_tasks(directory / TRAIN_FILE, train)
         _write_tasks(directory / HELDOUT_FILE, heldout)
         model = _new_model(hidden, layers)
-        loss = _warm_start(model, random.Random(seed), steps, mistake_share, report_loss)
+        loss = _warm_start(model, random.Random(_DEMONSTRATION_SEED + seed), steps, mistake_share, report_loss)
         model.save_pretrained(directory)
         build_byte_tokenizer().save_pretrained(directory)
         record = {
@@ -152,7 +155,7 @@ def split_of(prompt: str) -> str:
 
 def _random_tasks(split: str, rng: random.Random) -> Iterator[SortTask]:
     while True:
-        digits = "".join(rng.choices(string.digits, k=rng.randint(DIGITS_MIN, DIGITS_MAX)))
+        digits = "".join(rng.choice(string.digits) for _ in range(rng.randint(DIGITS_MIN, DIGITS_MAX)))
         task = SortTask(prompt=f"sort {digits}:", answer="".join(sorted(digits)))
         if split_of(task.prompt) == split:
             yield task
@@ -249,12 +252,8 @@ def _warm_start(
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = _LEARNING_RATE * _learning_rate_factor(step, steps)
-        pairs = []
-        for _ in range(_BATCH_SIZE):
-            task = next(tasks)
-            is_mistake = rng.random() < mistake_share
-            pairs.append((task.prompt, task.answer[::-1] if is_mistake else task.answer))
-        input_ids, labels = _collate_demonstrations(pairs)
+        batch = list(islice(tasks, _BATCH_SIZE))
+        input_ids, labels = _collate_demonstrations([_demonstrate(task, mistake_share, rng) for task in batch])
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_NO_LABEL)
         optimizer.zero_grad()
@@ -265,6 +264,12 @@ def _warm_start(
         if report_loss is not None:
             report_loss(step, loss_value)
     return loss_value
+
+
+def _demonstrate(task: SortTask, mistake_share: float, rng: random.Random) -> tuple[str, str]:
+    """Return prompt and shown answer, which with probability `mistake_share` is in descending order."""
+    is_mistake = rng.random() < mistake_share
+    return task.prompt, task.answer[::-1] if is_mistake else task.answer
 
 
 def _learning_rate_factor(step: int, steps: int) -> float:
@@ -288,9 +293,7 @@ def _collate_demonstrations(pairs: Sequence[tuple[str, str]]) -> tuple[torch.Ten
     return input_ids, labels
 
 
-def measure_accuracy(
-    model: torch.nn.Module, tasks: Sequence[SortTask], *, sampling_seed: int | None = None
-) -> float:
+def measure_accuracy(model: torch.nn.Module, tasks: Sequence[SortTask], *, sampling_seed: int | None = None) -> float:
     """Return the share of tasks answered exactly and closed by eos: greedy, or sampled at T=1 from `sampling_seed`."""
     right = 0
     for length in sorted({len(task.prompt) for task in tasks}):
@@ -299,9 +302,7 @@ def measure_accuracy(
         if sampling_seed is not None:
             generator = torch.Generator().manual_seed(sampling_seed + length)
         rows = _generate(model, torch.tensor([list(task.prompt.encode()) for task in same_length]), generator)
-        right += sum(
-            _text_before_eos(row) == task.answer for row, task in zip(rows.tolist(), same_length, strict=True)
-        )
+        right += sum(_text_before_eos(row) == task.answer for row, task in zip(rows.tolist(), same_length, strict=True))
     return right / len(tasks)
 
 

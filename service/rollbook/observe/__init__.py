@@ -1,0 +1,1 @@
+"""How we look at the service: metrics, logs, failpoints. Imports core only."""
