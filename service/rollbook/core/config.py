@@ -172,7 +172,7 @@ class LearnerConfig:
     """Optimizer updates per step, on disjoint parts shuffled by the checkpointed RNG."""
     micro_batch_size: int = 0
     """Sequences per forward; 0 = a whole minibatch. Changes memory, not the loss."""
-    objective: str = "decoupled_ppo"
+    objective: str = "decoupled"
     """Name in ``learner.objectives``."""
     clip_low: float = 0.2
     """Lower clip of the policy ratio."""

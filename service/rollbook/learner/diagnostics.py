@@ -63,7 +63,7 @@ def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0, rows_max: i
     if not temperature > 0:
         raise InvalidRequest(f"entropy needs a temperature above 0, got {temperature}")
     pieces = []
-    for rows in logits.reshape(-1, logits.shape[-1]).split(rows_max):
+    for rows in torch.split(logits.reshape(-1, logits.shape[-1]), rows_max):
         logprobs = torch.log_softmax(upcast(rows) / temperature, dim=-1)
         probs = logprobs.exp()
         pieces.append(-torch.where(probs > 0, probs * logprobs, 0.0).sum(-1))

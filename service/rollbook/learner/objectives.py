@@ -189,35 +189,38 @@ def _dppo_kl(terms: _Terms, settings: ObjectiveSettings) -> _TokenLoss:
 
 
 @dataclass(frozen=True)
-class _Objective:
+class Objective:
+    """A per-token loss, the settings it starts from, and what it does with behaviour weights."""
+
     token_loss: Callable[[_Terms, ObjectiveSettings], _TokenLoss]
     defaults: ObjectiveSettings
     takes_weights: bool = True
     needs_weights: bool = False
 
 
-def _entry(token_loss: Callable[[_Terms, ObjectiveSettings], _TokenLoss], **defaults: object) -> _Objective:
-    flags = {key: bool(defaults.pop(key)) for key in ("takes_weights", "needs_weights") if key in defaults}
-    return _Objective(token_loss, ObjectiveSettings(**defaults), **flags)  # type: ignore[arg-type]
+_PROMPT_MEAN = "prompt-mean-token-mean"
+_SEQ_MEAN = "seq-mean-token-mean"
+_SEQ_SUM = "seq-mean-token-sum"
 
-
-OBJECTIVES: dict[str, _Objective] = {
+OBJECTIVES: dict[str, Objective] = {
     entry.defaults.name: entry
     for entry in (
-        _entry(_token_clip, name="decoupled", needs_weights=True),
-        _entry(_token_clip, name="ppo_clip", clip_high=0.2),
-        _entry(_token_clip, name="ppo_dual_clip", clip_high=0.2, dual_clip=3.0),
-        _entry(_token_clip, name="two_sided", clip_high=0.2, ratio_max=4.0),
-        _entry(_token_clip, name="grpo", clip_high=0.2, aggregation="seq-mean-token-mean"),
-        _entry(_token_clip, name="dr_grpo", clip_high=0.2, aggregation="seq-mean-token-sum-norm"),
-        _entry(_token_clip, name="dapo"),
-        _entry(_sequence_clip, name="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="seq-mean-token-mean"),
-        _entry(_cispo, name="cispo", clip_low=1.0),
-        _entry(_cispo_cap, name="cispo_cap", cap=5.0),
-        _entry(_reinforce, name="reinforce_is", takes_weights=False),
-        _entry(_reinforce, name="scalerl", cap=5.0, aggregation="prompt-mean-token-mean", takes_weights=False),
-        _entry(_topr, name="topr", aggregation="seq-mean-token-sum", takes_weights=False),
-        _entry(_dppo_kl, name="dppo_kl", takes_weights=False),
+        Objective(_token_clip, ObjectiveSettings(name="decoupled"), needs_weights=True),
+        Objective(_token_clip, ObjectiveSettings(name="ppo_clip", clip_high=0.2)),
+        Objective(_token_clip, ObjectiveSettings(name="ppo_dual_clip", clip_high=0.2, dual_clip=3.0)),
+        Objective(_token_clip, ObjectiveSettings(name="two_sided", clip_high=0.2, ratio_max=4.0)),
+        Objective(_token_clip, ObjectiveSettings(name="grpo", clip_high=0.2, aggregation=_SEQ_MEAN)),
+        Objective(_token_clip, ObjectiveSettings(name="dr_grpo", clip_high=0.2, aggregation=f"{_SEQ_SUM}-norm")),
+        Objective(_token_clip, ObjectiveSettings(name="dapo")),
+        Objective(_sequence_clip, ObjectiveSettings(name="gspo", clip_low=3e-4, clip_high=4e-4, aggregation=_SEQ_MEAN)),
+        Objective(_cispo, ObjectiveSettings(name="cispo", clip_low=1.0)),
+        Objective(_cispo_cap, ObjectiveSettings(name="cispo_cap", cap=5.0)),
+        Objective(_reinforce, ObjectiveSettings(name="reinforce_is"), takes_weights=False),
+        Objective(
+            _reinforce, ObjectiveSettings(name="scalerl", cap=5.0, aggregation=_PROMPT_MEAN), takes_weights=False
+        ),
+        Objective(_topr, ObjectiveSettings(name="topr", aggregation=_SEQ_SUM), takes_weights=False),
+        Objective(_dppo_kl, ObjectiveSettings(name="dppo_kl"), takes_weights=False),
     )
 }
 """Objectives by name. Those with a ratio over mu refuse behaviour weights: they would count rho twice."""
@@ -243,7 +246,7 @@ def _rows(values: Tensor, like: Tensor, name: str) -> Tensor:
     return expanded
 
 
-def _terms(batch: PolicyBatch, entry: _Objective, name: str) -> _Terms:
+def _terms(batch: PolicyBatch, entry: Objective, name: str) -> _Terms:
     if batch.weights is None and entry.needs_weights:
         raise InvalidRequest(f"objective {name!r} needs behaviour weights; 'none' in corrections gives ones")
     if batch.weights is not None and not entry.takes_weights:
@@ -299,8 +302,14 @@ def policy_loss(
     if batch.keep is not None:
         kept = kept & _rows(batch.keep.to(torch.bool), batch.logp_theta, "keep")
     token_loss = torch.where(kept, token_loss, 0.0)
-    extra = {"length_max": settings.length_max, "group_tokens": batch.group_tokens}
-    loss = aggregate(token_loss, terms.mask, denominators, settings.aggregation, **extra)  # type: ignore[arg-type]
+    loss = aggregate(
+        token_loss,
+        terms.mask,
+        denominators,
+        settings.aggregation,
+        length_max=settings.length_max,
+        group_tokens=batch.group_tokens,
+    )
     coefficient = None if coefficient is None else torch.where(kept, coefficient, 0.0)
     return LossResult(loss, token_loss.detach(), ratio.detach(), coefficient)
 
