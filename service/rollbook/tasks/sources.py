@@ -1,0 +1,247 @@
+"""Task sources: an indexed, unchanging list of tasks with an identity.
+
+Owns reading task files, the shape every task has afterwards (``prompt`` and ``answer`` as text, the other fields kept,
+everything JSON-able) and the choice of held-out tasks. Never shuffles (``stream.py``) and never tokenises
+(``prompts.py``). A file is read and checked whole at start, so that a broken line stops a run before its first step.
+Upholds P12: ``digest`` goes into the run's manifest and into the feeder's cursor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from rollbook.core.config import Config, TaskConfig
+from rollbook.core.errors import TaskError
+from rollbook.core.idempotency import digest
+from rollbook.tasks.extract import check_pattern, extract
+from rollbook.tasks.prompts import render_prompt
+
+log = logging.getLogger(__name__)
+
+
+class TaskSource(Protocol):
+    """An indexed list of tasks; the same index gives an equal task in every process that opens the source."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict:
+        """A task: at least ``prompt`` and ``answer`` (str); JSON-able."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Where the task comes from, for messages: ``train.jsonl line 17``."""
+        ...
+
+    def digest(self) -> str:
+        """sha256 hex of the content."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaskShape:
+    """How a raw row becomes a task."""
+
+    prompt_template: str = "{prompt}"
+    answer_field: str = "answer"
+    answer_pattern: str = ""
+
+    @classmethod
+    def of(cls, task: TaskConfig) -> TaskShape:
+        """The shape a configuration asks for. Raises ConfigError (bad pattern)."""
+        if task.answer_pattern:
+            check_pattern(task.answer_pattern, "task.answer_pattern")
+        return cls(task.prompt_template, task.answer_field, task.answer_pattern)
+
+    def apply(self, row: dict, where: str) -> dict:
+        """The task of ``row``: its fields, with ``prompt`` rendered and ``answer`` extracted.
+
+        Raises: TaskError naming ``where`` and the missing or unmatched field.
+        """
+        if row.get(self.answer_field) is None:
+            raise TaskError(f"{where}: no answer in field {self.answer_field!r} (task.answer_field); "
+                            f"its fields are {', '.join(sorted(row)) or 'none'}")  # fmt: skip
+        value = row[self.answer_field]
+        answer = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if self.answer_pattern:
+            found = extract(self.answer_pattern, answer)
+            if found is None:
+                raise TaskError(f"{where}: task.answer_pattern = {self.answer_pattern!r} does not match its "
+                                f"{self.answer_field} {answer[-80:]!r}")  # fmt: skip
+            answer = found.strip()
+        return row | {"prompt": render_prompt(self.prompt_template, row, where), "answer": answer}
+
+
+class ListedTasks:
+    """Tasks held in memory."""
+
+    def __init__(self, tasks: Sequence[dict], names: Sequence[str], content_digest: str) -> None:
+        self._tasks = tasks
+        self._names = names
+        self._digest = content_digest
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: int) -> dict:
+        return self._tasks[index]
+
+    def name(self, index: int) -> str:
+        return self._names[index]
+
+    def digest(self) -> str:
+        return self._digest
+
+
+def read_jsonl(path: str | Path, shape: TaskShape) -> ListedTasks:
+    """Tasks of a JSON-lines file, one object a line; blank lines are skipped.
+
+    Raises: TaskError naming file and line: unreadable, not UTF-8, not a JSON object, a field missing, or no task at all.
+    """
+    return _listed(Path(path), _jsonl_rows(Path(path)), shape)
+
+
+def read_parquet(path: str | Path, shape: TaskShape) -> ListedTasks:
+    """Tasks of a Parquet file, one a row. Raises TaskError naming file and row (see ``read_jsonl``)."""
+    return _listed(Path(path), _parquet_rows(Path(path)), shape)
+
+
+def _listed(path: Path, rows: Iterator[tuple[str, dict]], shape: TaskShape) -> ListedTasks:
+    tasks: list[dict] = []
+    names: list[str] = []
+    contents: list[bytes] = []
+    for name, row in rows:
+        contents.append(_canonical(row, name))
+        tasks.append(shape.apply(row, name))
+        names.append(name)
+    if not tasks:
+        raise TaskError(f"{path} holds no tasks")
+    return ListedTasks(tasks, names, digest("tasks", *contents))
+
+
+def _canonical(row: dict, where: str) -> bytes:
+    """Canonical bytes of a row: the same whichever file format it came in."""
+    try:
+        return json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:  # ValueError: not a number, or a lone surrogate
+        raise TaskError(f"{where}: cannot be stored as JSON text: {error}") from None
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                name = f"{path} line {number}"
+                text = _decode(line, name)
+                if text.strip():
+                    yield name, _parse(text, name)
+    except OSError as error:
+        raise TaskError(f"task file {path} cannot be read: {error.strerror}") from None
+
+
+def _decode(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _parse(text: str, where: str) -> dict:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        row = json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise TaskError(f"{where}: expected a JSON object with the task's fields, found {type(row).__name__}")
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ImportError:
+        raise TaskError("task.source = 'parquet' needs pyarrow: pip install 'rollbook[tasks]'") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", row
+    except OSError as error:
+        raise TaskError(f"task file {path} cannot be read: {error}") from None
+    except pyarrow.ArrowException as error:
+        raise TaskError(f"{path} is not a readable Parquet file: {error}") from None
+
+
+def load_source(config: Config) -> TaskSource:
+    """The run's training tasks. Raises TaskError (file), ConfigError (settings)."""
+    shape = TaskShape.of(config.task)
+    if config.task.source == "reasoning_gym":
+        from rollbook.tasks.procedural import ProceduralTasks, training_seed
+
+        return ProceduralTasks(config.task.name, config.task.settings, training_seed(config.run.seed), config.task.size, shape)
+    return _read_file(config.task.path, shape, parquet=config.task.source == "parquet")
+
+
+def load_heldout(config: Config, training: TaskSource) -> TaskSource | None:
+    """Tasks for evaluation, at most ``task.heldout_size``, none of which has the prompt of a training task.
+
+    From ``heldout_path`` (first tasks in file order; Parquet by its suffix), else from a procedural source under seeds
+    disjoint from training; None where a file source names no held-out file.
+
+    Raises: TaskError (unreadable, or every candidate is a training task).
+    """
+    task = config.task
+    shape = TaskShape.of(task)
+    if task.heldout_path:
+        candidates: TaskSource = _read_file(task.heldout_path, shape, parquet=task.heldout_path.endswith(".parquet"))
+    elif task.source == "reasoning_gym":
+        from rollbook.tasks.procedural import ProceduralTasks, heldout_seed
+
+        tries = max(20 * task.heldout_size, 1000)
+        candidates = ProceduralTasks(task.name, task.settings, heldout_seed(config.run.seed), tries, shape)
+    else:
+        return None
+    return _disjoint(candidates, training, task.heldout_size, repeats=bool(task.heldout_path))
+
+
+def _read_file(path: str, shape: TaskShape, *, parquet: bool) -> ListedTasks:
+    return read_parquet(path, shape) if parquet else read_jsonl(path, shape)
+
+
+def _disjoint(candidates: TaskSource, training: TaskSource, size: int, *, repeats: bool) -> ListedTasks:
+    """The first ``size`` candidates that are not trained on; without ``repeats`` each prompt once."""
+    seen = {training[i]["prompt"] for i in range(len(training))}
+    tasks: list[dict] = []
+    names: list[str] = []
+    n_trained = 0
+    for i in range(len(candidates)):
+        if len(tasks) == size:
+            break
+        task = candidates[i]
+        if task["prompt"] in seen:
+            n_trained += 1
+            continue
+        if not repeats:
+            seen.add(task["prompt"])
+        tasks.append(task)
+        names.append(candidates.name(i))
+    if not tasks:
+        raise TaskError(f"all {n_trained} held-out candidates (from {candidates.name(0)}) repeat prompts of the training tasks: "
+                        "give task.heldout_path another file, or the procedural source a larger range")  # fmt: skip
+    if n_trained or len(tasks) < size:
+        log.warning("held-out tasks: %d of %d wanted; %d candidates left out because their prompts are trained on or repeated",
+                    len(tasks), size, n_trained, extra={"event": "heldout_reduced"})  # fmt: skip
+    contents = [_canonical(task, name) for task, name in zip(tasks, names, strict=True)]
+    return ListedTasks(tasks, names, digest("tasks", *contents))
