@@ -9,13 +9,15 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from rollbook.core.config import Config, config_from_json, load_config
-from rollbook.core.errors import ConfigError, RollbookError
+from rollbook.core.errors import ConfigError
 from rollbook.core.ports import LedgerPort
+from rollbook.rpc.address import address_in
 from rollbook.rpc.client import LedgerClient
 
 
@@ -63,29 +65,26 @@ def address_file(config: Config) -> Path:
 
 def client_for(config: Config, retry_s: float = 120.0) -> LedgerClient:
     """A client of the run's ledger server; the address is read again whenever it reconnects."""
-    file = address_file(config)
+    return LedgerClient(address_in(config.run.dir), config.run.id, retry_total_s=retry_s)
 
-    def address() -> str:
-        return file.read_text().strip() if file.exists() else ""
 
-    return LedgerClient(address, config.run.id, retry_total_s=retry_s)
+def _answers(file: Path) -> bool:
+    """Whether something listens where the run's server said it would."""
+    try:
+        host, _, port = file.read_text().strip().rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def ledger_of(config: Config) -> Iterator[LedgerPort]:
     """The run's ledger: through its server where one answers, else the database itself, opened for the command."""
-    if address_file(config).exists():
-        client = client_for(config, retry_s=2.0)
-        try:
-            client.resume_point()
-        except RollbookError:
-            client.close()
-        else:
-            try:
-                yield client
-            finally:
-                client.close()
-            return
+    if _answers(address_file(config)):
+        with client_for(config) as client:
+            yield client
+        return
     from rollbook.ledger.ledger import Ledger  # only commands that need the database pay for it
 
     url = config.ledger.url

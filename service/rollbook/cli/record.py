@@ -52,7 +52,9 @@ def input_digests(config: Config) -> dict[str, str]:
             spec = None
         source = Path(spec.origin) if spec and spec.origin else None
     if source is None or not source.exists():
-        raise ConfigError(f"task.reward = {config.task.reward!r}: no module {module!r}; write module:attribute or file.py:attribute")
+        raise ConfigError(
+            f"task.reward = {config.task.reward!r}: no module {module!r}; write module:attribute or file.py:attribute"
+        )
     out["task.reward"] = file_sha256(source)
     return out
 

@@ -14,10 +14,11 @@ import threading
 import time
 from pathlib import Path
 
-from rollbook.cli.common import add_config, address_file, client_for, incarnation, read_config, supersedes
+from rollbook.cli.common import add_config, client_for, incarnation, read_config, supersedes
 from rollbook.core.config import Config
 from rollbook.core.errors import Fenced, LedgerLocked, RoleHeld
 from rollbook.observe import log as logs
+from rollbook.rpc.address import write_address
 from rollbook.supervise.process import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -60,20 +61,20 @@ def run_ledger(args: argparse.Namespace) -> int:
     record = run_record(config)
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
     ledger = _open_ledger(config, stop)
-    fenced = threading.Event()
     try:
         opened = ledger.open_run(record, accept_revision=args.accept_config_change)
         write_run_files(config, opened.config_json)
-        server = serve(ledger, config.ledger.address, run_id=config.run.id, on_fenced=lambda: (fenced.set(), stop.set()))
-        _write_atomically(address_file(config), server.address)
+        server = serve(ledger, config.ledger.address, run_id=config.run.id, on_fenced=stop.set)
+        file = write_address(config.run.dir, server.address)
         log.info("serving", extra={"address": server.address, "run": config.run.id, "config": record.config_digest[:12]})
         while not stop.wait(config.ledger.role_ttl_s / 3):
             ledger.renew_self()
+        if server.fenced:
+            raise Fenced("another ledger server took over; this one has stopped answering")
         server.stop(5.0)
+        file.unlink(missing_ok=True)
     finally:
         ledger.close()
-    if fenced.is_set():
-        raise Fenced("another ledger server took over; this one has stopped answering")
     return 0
 
 
@@ -96,12 +97,9 @@ def _open_ledger(config: Config, stop: threading.Event):
 
 def write_run_files(config: Config, config_json: str) -> None:
     """Leave the resolved configuration in the run directory, so that the directory alone names the run."""
-    _write_atomically(Path(config.run.dir) / "config.json", json.dumps(json.loads(config_json), indent=1, sort_keys=True))
-
-
-def _write_atomically(path: Path, text: str) -> None:
+    path = Path(config.run.dir) / "config.json"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(json.dumps(json.loads(config_json), indent=1, sort_keys=True))
     temporary.rename(path)
 
 

@@ -21,7 +21,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     """Add the command."""
     parser = commands.add_parser("run", help="run everything on this machine; the same command again resumes")
     add_config(parser)
-    parser.add_argument("--accept-config-change", action="store_true", help="resume with a changed configuration, stored as a revision")
+    parser.add_argument(
+        "--accept-config-change", action="store_true", help="resume with a changed configuration, stored as a revision"
+    )
     parser.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
     parser.add_argument("--no-report", action="store_true", help="skip the report at the end")
     parser.set_defaults(function=run)

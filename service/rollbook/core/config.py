@@ -69,13 +69,15 @@ class TaskConfig:
     completion_pattern: str = ""
     """Regular expression whose last match's first group is the completion's answer; empty = the whole completion."""
     reward: str = "rollbook.tasks.rewards:exact_match"
-    """Reward function as ``module:attribute``."""
+    """Reward function as ``module:attribute`` or ``file.py:attribute``."""
     heldout_path: str = ""
     """Task file for greedy evaluation, never trained on; procedural sources use a disjoint seed when empty."""
     heldout_size: int = 200
     """Held-out tasks to evaluate."""
     lookahead_groups: int = 0
     """Unopened groups the feeder keeps waiting; 0 = twice the groups of a step."""
+    epochs: int = 0
+    """Passes over the tasks, each in its own order; 0 = as many as the steps need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +367,7 @@ def _check(c: Config) -> None:
              f"{c.sampling.max_new_tokens}")  # fmt: skip
     need(c.task.source in ("jsonl", "parquet", "reasoning_gym"),
          f"task.source = {c.task.source!r}: 'jsonl', 'parquet' or 'reasoning_gym'")  # fmt: skip
+    need(c.task.epochs >= 0, f"task.epochs = {c.task.epochs}: 0 (as many as the steps need) or more")
     if c.task.source == "reasoning_gym":
         need(bool(c.task.name), "task.name is missing: the reasoning_gym dataset to draw from, for example 'chain_sum'")
     else:
@@ -473,7 +476,9 @@ def _resolve_paths(config: Config, base: Path) -> Config:
 
     replace = dataclasses.replace
     run = replace(config.run, dir=absolute(config.run.dir))
-    task = replace(config.task, path=absolute(config.task.path), heldout_path=absolute(config.task.heldout_path))
+    reward_place, colon, attribute = config.task.reward.rpartition(":")
+    reward = f"{absolute(reward_place)}{colon}{attribute}" if reward_place.endswith(".py") else config.task.reward
+    task = replace(config.task, path=absolute(config.task.path), heldout_path=absolute(config.task.heldout_path), reward=reward)
     model = replace(config.model, path=absolute(config.model.path))
     ledger = config.ledger
     url = ledger.url or f"sqlite:///{run.dir}/ledger.sqlite"

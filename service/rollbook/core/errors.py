@@ -79,6 +79,10 @@ class Unavailable(RollbookError):
     retryable = True
 
 
+class ServerFenced(Unavailable):
+    """This ledger server lost its role and answers nothing any more; call its successor, found at the run's address."""
+
+
 class StorageFull(Unavailable):
     """The ledger's storage is full; nothing was acknowledged, writes resume when space is freed."""
 

@@ -152,6 +152,10 @@ class LedgerPort(Protocol):
         """Samples of a plan in plan order, digests verified on read (I6). Raises DigestMismatch naming the slot."""
         ...
 
+    def sample(self, key: SlotKey) -> SampleData:
+        """One stored sample with its payload, digest verified. Raises UnknownSlot, NotFound (no sample yet)."""
+        ...
+
     def finish_plan(
         self, term: RoleTerm, lineage: int, step: int, outcome: PlanOutcome, reason: str, metrics_json: str
     ) -> None:
@@ -185,7 +189,16 @@ class LedgerPort(Protocol):
         ...
 
     def run_status(self) -> dict:
-        """Counts from SQL: slots by state, steps, head, roles, workers, failures by reason, rates, last metrics."""
+        """The run at a glance, every number from SQL. JSON-able, with these keys:
+
+        ``run_id``, ``revision``, ``lineage``; ``steps``: {configured, planned, trained, skipped, published, checkpoint};
+        ``head``: {version, digest} or None; ``slots``: {issued, pending, leased, submitted, planned, applied, verdicts};
+        ``groups``: {issued, opened, planned, refilled}; ``verdicts``: {kind: n}; ``failures``: {reason: n};
+        ``submits``: {accepted, replayed, conflict, fenced, refused}; ``tokens``: {accepted}; ``cursor``: {stream: next_ordinal};
+        ``roles``: [{role, epoch, holder, expires_in_s}]; ``workers``: [{incarnation, host, engine, version, beat_age_s, leases}];
+        ``rates``: {samples_per_s, tokens_per_s} over the last minute; ``last_step``: newest entry of ``step_metrics`` or None;
+        ``draining``: bool.
+        """
         ...
 
     def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict]:
@@ -198,6 +211,10 @@ class LedgerPort(Protocol):
 
     def explain(self, key: SlotKey) -> dict:
         """The whole story of one rollout in order, from SQL alone. Raises UnknownSlot."""
+        ...
+
+    def quarantine_group(self, ordinal: int, reason: str) -> None:
+        """Operator's verdict: every unplanned slot of the group is quarantined (R14). Key: ordinal; repeating is success."""
         ...
 
     def drain(self) -> None:

@@ -14,6 +14,9 @@ from typing import NamedTuple
 ROOT_LINEAGE = 0
 """Lineage every run starts with; forks get larger ids and name their parent."""
 
+TASK_STREAM = "train"
+"""Name of the task stream a run is fed from; the cursor under this name is the one a checkpoint copies."""
+
 
 class Role(StrEnum):
     """Roles of the service; the same words in metrics, proto and SQL. Fenced: ledger, learner, feeder."""

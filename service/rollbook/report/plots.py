@@ -21,7 +21,10 @@ def terminal_curve(values: Sequence[float], width: int = 72, height: int = 8) ->
     width = min(width, len(values))
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
-    low, high = min(0.0, *means) if len(means) > 1 else min(0.0, means[0]), max(*means, 1e-9) if len(means) > 1 else max(means[0], 1e-9)
+    low, high = (
+        min(0.0, *means) if len(means) > 1 else min(0.0, means[0]),
+        max(*means, 1e-9) if len(means) > 1 else max(means[0], 1e-9),
+    )
     rows = []
     for row in range(height - 1, -1, -1):
         cells = [(m - low) / (high - low) * height - row for m in means]

@@ -54,7 +54,11 @@ class LocalSupervisor:
     """Runs every role of one configuration on this machine."""
 
     def __init__(
-        self, config: Config, config_args: Sequence[str], on_event: Callable[[str], None] = print, accept_config_change: bool = False
+        self,
+        config: Config,
+        config_args: Sequence[str],
+        on_event: Callable[[str], None] = print,
+        accept_config_change: bool = False,
     ) -> None:
         self.config = config
         self.dir = Path(config.run.dir)
@@ -65,9 +69,13 @@ class LocalSupervisor:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Unavailable(f"another supervisor runs {config.run.id!r} in {self.dir}; stop it or choose another run.dir") from None
+            raise Unavailable(
+                f"another supervisor runs {config.run.id!r} in {self.dir}; stop it or choose another run.dir"
+            ) from None
         self.table = ProcessTable(self.dir / "supervisor" / "processes.json")
-        self.children = [self._child("ledger", "ledger", *config_args, *(["--accept-config-change"] if accept_config_change else []))]
+        self.children = [
+            self._child("ledger", "ledger", *config_args, *(["--accept-config-change"] if accept_config_change else []))
+        ]
         self.children.append(self._child("feeder", "feeder", *config_args))
         self.children.append(self._child("learner", "learner", *config_args, threads=config.learner.threads))
         for index, worker in enumerate(worker_list(config)):

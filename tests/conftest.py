@@ -1,0 +1,21 @@
+"""Shared by all suites: says at the end, in one line, what could not run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A skipped test is a suite that could not run; it never reads as passed."""
+    reasons = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons.setdefault(text.removeprefix("Skipped: "), report.nodeid.split("::")[0])
+    shown = "; ".join(f"{where} ({why})" for why, where in reasons.items())
+    terminalreporter.write_line(f"suites not run: {shown or 'none'}")
