@@ -7,6 +7,7 @@ arguments); 3 fenced by a newer holder; 130 stopped by Ctrl-C after a graceful d
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     args = build_parser().parse_args(argv)
+    logging.getLogger("rollbook").addHandler(logging.NullHandler())  # commands print; only roles log, with a handler of their own
     try:
         return int(args.function(args) or 0)
     except KeyboardInterrupt:

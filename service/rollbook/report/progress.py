@@ -43,8 +43,8 @@ def status_lines(state: dict, config: Config) -> list[str]:
     left = config.run.steps - steps["trained"]
     last = state.get("last_step")
     lines = [
-        f"run {state['run_id']}  step {steps['trained']}/{config.run.steps}  version {(state['head'] or {}).get('version', '-')}  "
-        f"checkpoint {steps['checkpoint']}  planned {steps['planned']}",
+        f"run {state['run_id']}  step {steps['trained']}/{config.run.steps}  planned {steps['planned']}  "
+        f"version {(state['head'] or {}).get('version', '-')}  checkpoint {steps['checkpoint']}",
         "slots  " + "  ".join(f"{name} {n}" for name, n in slots.items()),
         f"rates  {rates['samples_per_s']:.1f} rollouts/s  {rates['tokens_per_s']:.0f} tokens/s"
         + (f"  ETA {_eta(rates, left, config)}" if left > 0 else ""),

@@ -1,0 +1,260 @@
+"""The learner: plan, collate, step, finish, publish, checkpoint.
+
+Owns the order of these six and what each failure between two of them means. A stored plan is trained exactly as a new one
+is, so replay after a crash is this same loop over plans that already exist (P3, P4). Never chooses samples, never writes
+after its role is lost (P8), never waits without saying for what (P10).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollbook.core.config import Config
+from rollbook.core.errors import ChainMismatch, NotReady, ReplayDiverged, Unavailable
+from rollbook.core.idempotency import chain_digest, items_digest
+from rollbook.core.ports import LedgerPort
+from rollbook.core.records import TASK_STREAM, Plan, PlanOutcome, PolicyVersion, Role, SampleData
+from rollbook.learner.checkpoint import Checkpoints
+from rollbook.learner.collate import collate
+from rollbook.learner.model import load_policy
+from rollbook.learner.publish import Publisher
+from rollbook.learner.resume import restore_newest
+from rollbook.learner.revisions import Revisions
+from rollbook.learner.role import HeldRole, acquire, holding
+from rollbook.learner.trainer import StepResult, Trainer
+from rollbook.observe.failpoints import failpoint
+
+log = logging.getLogger(__name__)
+
+PLAN_WAIT_S = 2.0
+"""Longest the ledger holds one request for a plan; also how late a stop is noticed."""
+
+REPORT_EVERY_S = 30.0
+"""Interval of the log lines that say what a waiting learner lacks."""
+
+FETCH_ATTEMPTS_MAX = 3
+
+
+def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bool:
+    """Train until the configured number of steps is made, or until ``stop`` is set; True when all steps are made.
+
+    A stop takes effect after the current step: its checkpoint is committed and the role given up.
+
+    Raises:
+        Fenced: another learner took over; nothing was written after that.
+        RoleHeld: another learner holds the role and keeps renewing it.
+        ReplayDiverged: a replayed step gave other weights than the recorded ones.
+        RunPaused: the schedule needs an operator's decision.
+    """
+    holder = os.environ.get("ROLLBOOK_INCARNATION") or uuid.uuid4().hex
+    supersede = os.environ.get("ROLLBOOK_SUPERSEDES", "")
+    ttl_s = config.ledger.role_ttl_s
+    term = acquire(client, Role.LEARNER, holder, ttl_s, supersede, stop, wait_s=3 * ttl_s + 30.0)
+    if term is None:
+        return False
+    with holding(client, term) as role:
+        learner = open_learner(config, client, role)
+        while learner.step < config.run.steps:
+            plan = learner.next_plan(stop)
+            if plan is None:
+                break
+            learner.advance(plan)
+        learner.checkpoint()
+    return learner.step >= config.run.steps
+
+
+@dataclass
+class Learner:
+    """A trainer bound to its ledger role; ``recorded`` and ``last_planned_step`` say what existed when it started."""
+
+    config: Config
+    client: LedgerPort
+    role: HeldRole
+    trainer: Trainer
+    publisher: Publisher
+    checkpoints: Checkpoints
+    revisions: Revisions
+    recorded: dict[int, PolicyVersion]
+    last_planned_step: int
+    seconds_waited: float = 0.0
+
+    @property
+    def step(self) -> int:
+        return self.trainer.progress.step
+
+    @property
+    def lineage(self) -> int:
+        return self.trainer.progress.lineage
+
+    def next_plan(self, stop: threading.Event) -> Plan | None:
+        """The plan of the next step, waited for with a report every 30 s; None when told to stop."""
+        failpoint("learner.before_plan")
+        started = reported = time.monotonic()
+        while not stop.is_set():
+            self.role.check()
+            try:
+                plan = self.client.plan_step(self.role.term, self.lineage, self.step + 1, wait_s=PLAN_WAIT_S)
+            except NotReady as missing:
+                if time.monotonic() - reported >= REPORT_EVERY_S:
+                    reported = time.monotonic()
+                    self._report_wait(reported - started, missing)
+                stop.wait(0.05)
+            else:
+                self.seconds_waited = time.monotonic() - started
+                failpoint("learner.after_plan")
+                return plan
+        return None
+
+    def _report_wait(self, waited_s: float, missing: NotReady) -> None:
+        is_stalled = waited_s >= self.config.supervisor.stall_s
+        log.log(
+            logging.ERROR if is_stalled else logging.WARNING, "step %d has no plan after %.0f s: %s", self.step + 1, waited_s,
+            missing, extra={"event": "plan_stalled" if is_stalled else "plan_waited_for"},
+        )  # fmt: skip
+
+    def advance(self, plan: Plan) -> None:
+        """Train one plan to its published version and, when due, its checkpoint."""
+        self._check_chain(plan)
+        config = self.revisions.config_of(plan.revision, planned_now=plan.step > self.last_planned_step)
+        self.trainer.require_same_arithmetic(config)
+        self.trainer.use(config)
+        if plan.outcome is PlanOutcome.SKIPPED:
+            self.trainer.skip_step()
+        else:
+            self._finish(plan, self._train(plan))
+        self._publish(plan)
+        if self.step % self.config.checkpoint.every_steps == 0:
+            self.checkpoint()
+
+    def _check_chain(self, plan: Plan) -> None:
+        expected = chain_digest(self.trainer.progress.chain_digest, plan.step, items_digest(plan.items))
+        if plan.step != self.step + 1 or plan.base_version != self.step or plan.chain_digest != expected:
+            raise ChainMismatch(
+                f"the plan of step {plan.step} does not continue the history trained up to step {self.step}; run `rollbook audit`"
+            )
+
+    def _train(self, plan: Plan) -> StepResult:
+        started = time.monotonic()
+        samples = self._payloads(plan)
+        lag_max = self.config.rules().max_lag_versions
+        batch = collate(plan, samples, vocab_size=self.trainer.policy.vocab_size, max_lag_versions=lag_max)
+        seconds_fetch = time.monotonic() - started
+        result = self.trainer.train_step(batch)
+        failpoint("learner.after_step")
+        result.metrics.update(seconds_plan_wait=self.seconds_waited, seconds_fetch=seconds_fetch)
+        return result
+
+    def _payloads(self, plan: Plan) -> list[SampleData]:
+        for attempt in range(1, FETCH_ATTEMPTS_MAX + 1):
+            try:
+                return list(self.client.payloads(plan.lineage, plan.step))
+            except Unavailable:
+                if attempt == FETCH_ATTEMPTS_MAX:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _finish(self, plan: Plan, result: StepResult) -> None:
+        if plan.outcome is not None and plan.outcome is not result.outcome:
+            raise ReplayDiverged(
+                f"step {plan.step} is recorded as {plan.outcome.value}, its replay was {result.outcome.value} "
+                f"({result.reason}); {_WAY_OUT}"
+            )
+        self.role.check()
+        if plan.outcome is None:
+            metrics = json.dumps(result.metrics, allow_nan=False)
+            self.client.finish_plan(self.role.term, plan.lineage, plan.step, result.outcome, result.reason, metrics)
+        failpoint("learner.after_finish_plan")
+        log.info(
+            "finished step %d", plan.step,
+            extra={"event": "step_finished", "outcome": result.outcome.value, "reward_mean": result.metrics["reward_mean"],
+                   "seconds": round(result.metrics["seconds_step"], 3)},
+        )  # fmt: skip
+
+    def _publish(self, plan: Plan) -> None:
+        """Announce the step's weights, or compare them with the version recorded before a crash."""
+        recorded = self.recorded.get(plan.step)
+        self.role.check()
+        if recorded is None:
+            digest = self.publisher.publish(self.lineage, plan.step).digest
+        else:
+            digest = self.publisher.digest()
+            if digest != recorded.digest:
+                raise _diverged(plan.step, recorded.digest, digest)
+            if plan.step == max(self.recorded):
+                self.publisher.ensure_bytes(recorded)
+        self.trainer.note(chain_digest=plan.chain_digest, version_digest=digest)
+
+    def checkpoint(self) -> None:
+        """Commit a checkpoint of the current step unless it has one, then delete versions nobody can need."""
+        if self.step in self.checkpoints.steps():
+            return
+        self.role.check()
+        self.trainer.note(cursor=self.client.cursor(TASK_STREAM))
+        self.checkpoints.save(self.trainer.state_dict())
+        head = max([self.step, *self.recorded])
+        lag_max = self.config.rules().max_lag_versions
+        deleted = self.publisher.retain(self.lineage, head, lag_max, self.checkpoints.steps())
+        if deleted:
+            log.info("deleted weights of %d versions", len(deleted), extra={"event": "versions_deleted"})
+
+
+_WAY_OUT = (
+    "the arithmetic is not bitwise the recorded one: check that machine, thread count, torch version and "
+    "learner.deterministic are as before (the checkpoint's MANIFEST.json names them) and start again"
+)
+
+
+def _diverged(step: int, recorded: str, replayed: str) -> ReplayDiverged:
+    """The one place that decides what a differing replay means; without forks it stops the run."""
+    return ReplayDiverged(f"step {step}: recorded weights {recorded[:16]}, replayed weights {replayed[:16]}; {_WAY_OUT}")
+
+
+def open_learner(config: Config, client: LedgerPort, role: HeldRole) -> Learner:
+    """A learner at the newest state that can be restored; a new run gets version 0 and checkpoint 0 first (R8)."""
+    run_dir = Path(config.run.dir)
+    point = client.resume_point()
+    checkpoints = Checkpoints(run_dir / "checkpoints", client, role.term, config.checkpoint.keep)
+    checkpoints.open(point, config.run.id, config.run.seed)
+    recorded = {version.version: version for version in client.versions(point.lineage)}
+    trainer = Trainer(load_policy(config), config)
+    trainer.note(lineage=point.lineage)
+    restored = restore_newest(trainer, checkpoints, client, point, recorded)
+    learner = Learner(
+        config=config,
+        client=client,
+        role=role,
+        trainer=trainer,
+        publisher=Publisher(config, trainer.policy, client, role.term),
+        checkpoints=checkpoints,
+        revisions=Revisions(run_dir / "revisions", config),
+        recorded=recorded,
+        last_planned_step=point.last_planned_step,
+    )
+    if restored is None:
+        _begin(learner)
+    to_replay = max(0, point.last_planned_step - learner.step)
+    log.info(
+        "learner starts from step %d of %d", learner.step, config.run.steps,
+        extra={"event": "learner_opened", "plans_to_replay": to_replay},
+    )  # fmt: skip
+    return learner
+
+
+def _begin(learner: Learner) -> None:
+    """Version 0 and checkpoint 0; a repetition after a crash in between finds what it would write."""
+    recorded = learner.recorded.get(0)
+    if recorded is None:
+        digest = learner.publisher.publish(learner.lineage, 0).digest
+    else:
+        digest = learner.publisher.digest()
+        if digest != recorded.digest:
+            raise _diverged(0, recorded.digest, digest)
+    learner.trainer.note(version_digest=digest)
+    learner.checkpoint()

@@ -1,0 +1,278 @@
+"""What every group of verbs shares: the attached run, transactions, events, waiting, and small queries used everywhere.
+
+Owns the run context of one server (one run, R1) and its own fence term. Never implements a verb. Upholds P8: every write
+transaction reads the server's fence row first, and reads stop when the server's own term has run out (R12).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from rollbook.core.errors import Fenced, NotFound, NotReady, ServerFenced, Unavailable
+from rollbook.core.ports import Clock
+from rollbook.core.records import PolicyVersion, Role, RoleTerm, RunRecord, RunRules, ScheduleKind, SlotKey
+from rollbook.ledger import schema as t
+from rollbook.ledger.dialects import Database, Partitions
+from rollbook.ledger.writer import Txn, Writer
+
+T = TypeVar("T")
+
+WAIT_MAX_S = 60.0
+"""Longest time a reply is held, whatever the caller asks for."""
+RECHECK_S = 1.0
+"""A waiting verb looks again at least this often: leases expire without anybody ringing."""
+SETTLE_S = 0.02
+"""A waiting verb looks again at most this often, and spends at most a fifth of its time looking."""
+EVENT_ROWS_MAX = 500
+
+
+class Bell:
+    """Topics that are rung after commits; waiters wake when their topic was rung since they looked."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._rung: dict[str, int] = {}
+        self._closed = False
+
+    def ring(self, topics: Iterable[str]) -> None:
+        with self._condition:
+            for topic in topics:
+                self._rung[topic] = self._rung.get(topic, 0) + 1
+            self._condition.notify_all()
+
+    def seen(self, topic: str) -> int:
+        with self._condition:
+            return self._rung.get(topic, 0)
+
+    def wait(self, topic: str, seen: int, timeout_s: float) -> None:
+        """Return when ``topic`` was rung since ``seen``, the ledger closes, or the time is over."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or self._rung.get(topic, 0) != seen, timeout=timeout_s)
+
+    def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+
+class LedgerBase:
+    """Context and helpers of ``Ledger``."""
+
+    _database: Database
+    _writer: Writer
+    _partitions: Partitions
+    _bell: Bell
+    _clock: Clock
+    _payload_bytes_max: int
+    _run: RunRecord | None = None
+    _term: RoleTerm | None = None
+    _term_ends_s: float = 0.0
+    _fenced: ServerFenced | None = None
+    _draining: bool = False
+    _watermark: int = 0
+    """Every group below it is planned or has a terminal verdict; counts start here."""
+    _lineages: tuple[tuple[int, int | None, int | None], ...] = ()
+    _sequence: itertools.count[int] = itertools.count()
+
+    @property
+    def run(self) -> RunRecord:
+        """The run this server serves. Raises NotReady before ``open_run`` or ``attach``."""
+        if self._run is None:
+            raise NotReady("no run is open on this ledger yet; open_run comes first")
+        return self._run
+
+    @property
+    def rules(self) -> RunRules:
+        return self.run.rules
+
+    @property
+    def _is_fixed(self) -> bool:
+        return self.rules.schedule is ScheduleKind.FIXED
+
+    @property
+    def fenced(self) -> bool:
+        """True once another server has taken the run over; the RPC server then answers nothing any more (R12)."""
+        return self._fenced is not None
+
+    def renew_self(self) -> RoleTerm:
+        """Extend the server's own term. Raises ServerFenced when another server has taken the run over."""
+        term = self._term
+        if term is None:
+            raise NotReady("no run is open on this ledger yet; open_run comes first")
+
+        def renew(txn: Txn) -> RoleTerm:
+            store_term(txn, self.run.run_id, term, renewed=True)
+            return term
+
+        asked = self._clock.monotonic()
+        self._write(renew)
+        self._term_ends_s = asked + term.ttl_s
+        return term
+
+    def _guard(self, conn: sa.Connection) -> int:
+        now_us = self._database.now_us(conn)
+        term = self._term
+        if term is not None:
+            query = sa.select(t.fence.c.epoch).where(t.fence.c.run_id == self.run.run_id, t.fence.c.role == Role.LEDGER.value)
+            epoch = conn.execute(query.with_for_update(read=True)).scalar_one_or_none()
+            if epoch != term.epoch:
+                raise ServerFenced(f"ledger epoch {term.epoch} of {term.holder} was superseded by epoch {epoch}; this server stops")
+        return now_us
+
+    def holds_role(self) -> bool:
+        """Whether this server may answer now: not superseded, and its own term has not run out unrenewed (R12)."""
+        if self._fenced is not None:
+            return False
+        if self._term is None or self._clock.monotonic() < self._term_ends_s:
+            return True
+        try:
+            self.renew_self()
+        except Unavailable:
+            return False
+        return True
+
+    def _on_fenced(self, error: ServerFenced) -> None:
+        self._fenced = error
+        self._bell.close()
+
+    def _write(self, operation: Callable[[Txn], T]) -> T:
+        self._refuse_when_fenced()
+        result: T = self._writer.run(operation)
+        return result
+
+    @contextmanager
+    def _read(self) -> Iterator[sa.Connection]:
+        """A consistent read-only snapshot; renews the server's own term first when it has run out."""
+        self._refuse_when_fenced()
+        if self._term is not None and self._clock.monotonic() >= self._term_ends_s:
+            self.renew_self()
+        with self._database.reading() as conn:
+            yield conn
+
+    def _refuse_when_fenced(self) -> None:
+        if self._fenced is not None:
+            raise ServerFenced(str(self._fenced))
+
+    def _await(self, topic: str, wait_s: float, attempt: Callable[[], T], satisfied: Callable[[T], bool]) -> T:
+        """Repeat ``attempt`` until ``satisfied`` or ``wait_s`` (at most WAIT_MAX_S) is over; returns the last result."""
+        ends = time.monotonic() + min(max(wait_s, 0.0), WAIT_MAX_S)
+        while True:
+            seen = self._bell.seen(topic)
+            began = time.monotonic()
+            result = attempt()
+            left = ends - time.monotonic()
+            settle_s = min(max(SETTLE_S, 4 * (time.monotonic() - began)), RECHECK_S)
+            if satisfied(result) or left <= 0 or self._bell.closed:
+                return result
+            self._bell.wait(topic, seen, min(left, RECHECK_S))
+            self._bell.wait("", 0, min(left, settle_s))
+
+    def _check_term(self, txn: Txn, term: RoleTerm, role: Role) -> None:
+        """Raises Fenced unless ``term`` is the newest epoch of ``role``."""
+        if term.role is not role:
+            raise Fenced(f"this verb needs the {role.value} role, the call carries a {term.role.value} term")
+        query = sa.select(t.fence.c.epoch, t.fence.c.holder).where(
+            t.fence.c.run_id == self.run.run_id, t.fence.c.role == role.value
+        )
+        row = txn.conn.execute(query.with_for_update(read=True)).first()
+        if row is None or row.epoch != term.epoch or row.holder != term.holder:
+            newest = f"epoch {row.epoch} of {row.holder}" if row else "nobody"
+            raise Fenced(f"{role.value} epoch {term.epoch} of {term.holder} is not current ({newest} holds the role); stop")
+
+    def _event(self, txn: Txn, kind: str, key: SlotKey | None = None, *, token: int | None = None,
+               incarnation: str | None = None, **detail: object) -> None:  # fmt: skip
+        self._events(txn, [self._event_row(txn, kind, key, token=token, incarnation=incarnation, **detail)])
+
+    def _event_row(self, txn: Txn, kind: str, key: SlotKey | None = None, *, token: int | None = None,
+                   incarnation: str | None = None, **detail: object) -> dict[str, object]:  # fmt: skip
+        return {
+            "run_id": self.run.run_id, "seq": next(self._sequence), "kind": kind, "ordinal": key.ordinal if key else None,
+            "sibling": key.sibling if key and key.sibling >= 0 else None, "token": token, "incarnation": incarnation,
+            "detail_json": json.dumps(detail, sort_keys=True), "at_us": txn.now_us,
+        }  # fmt: skip
+
+    def _events(self, txn: Txn, rows: Sequence[dict[str, object]]) -> None:
+        self._database.insert_rows(txn.conn, t.event, rows)
+
+    def _newest_lineage(self) -> int:
+        return self._lineages[-1][0]
+
+    def _ancestry(self, lineage: int) -> list[tuple[int, int | None]]:
+        """(lineage, last step that counts; None = all) from ``lineage`` up to the root (R6)."""
+        parents = {number: (parent, fork) for number, parent, fork in self._lineages}
+        if lineage not in parents:
+            raise NotFound(f"the run has no lineage {lineage}; known: {', '.join(map(str, parents))}")
+        out: list[tuple[int, int | None]] = [(lineage, None)]
+        bound: int | None = None
+        parent, fork = parents[lineage]
+        while parent is not None and fork is not None:
+            bound = fork if bound is None else min(bound, fork)
+            out.append((parent, bound))
+            parent, fork = parents[parent]
+        return out
+
+    def _along(self, lineage_column: Any, step_column: Any, lineage: int) -> sa.ColumnElement[bool]:
+        """Rows of ``lineage``'s ancestry, each ancestor only up to its fork."""
+        parts = []
+        for number, last in self._ancestry(lineage):
+            here = lineage_column == number
+            parts.append(here if last is None else sa.and_(here, step_column <= last))
+        return sa.or_(*parts)
+
+    def _last_planned(self, conn: sa.Connection, lineage: int) -> int:
+        where = self._along(t.plan.c.lineage, t.plan.c.step, lineage)
+        return conn.execute(sa.select(sa.func.max(t.plan.c.step)).where(t.plan.c.run_id == self.run.run_id, where)).scalar() or 0
+
+    def _version(self, conn: sa.Connection, lineage: int, version: int | None) -> PolicyVersion | None:
+        """Version ``version`` (None = newest) along the ancestry of ``lineage``; None when it is not published."""
+        c = t.policy_version.c
+        query = sa.select(t.policy_version).where(c.run_id == self.run.run_id, self._along(c.lineage, c.version, lineage))
+        if version is not None:
+            query = query.where(c.version == version)
+        row = conn.execute(query.order_by(c.version.desc(), c.lineage.desc()).limit(1)).first()
+        return None if row is None else policy_version_of(row)
+
+    def _head(self, conn: sa.Connection) -> PolicyVersion | None:
+        return self._version(conn, self._newest_lineage(), None)
+
+
+def policy_version_of(row: Any) -> PolicyVersion:
+    """``policy_version`` row to record."""
+    return PolicyVersion(row.lineage, row.version, row.digest, row.path, row.probe_json, row.n_bytes)
+
+
+def store_term(txn: Txn, run_id: str, term: RoleTerm, *, renewed: bool) -> None:
+    """Write or extend a fence row; the caller has checked that it may."""
+    ttl_us = int(term.ttl_s * 1_000_000)
+    values: dict[str, object] = {
+        "holder": term.holder, "epoch": term.epoch, "ttl_us": ttl_us, "renewed_at_us": txn.now_us,
+        "expires_at_us": txn.now_us + ttl_us,
+    }  # fmt: skip
+    key = {"run_id": run_id, "role": term.role.value}
+    if renewed:
+        txn.conn.execute(sa.update(t.fence).where(t.fence.c.run_id == run_id, t.fence.c.role == term.role.value).values(**values))
+    else:
+        txn.conn.execute(sa.insert(t.fence).values(**key, **values))
+
+
+def unavailable_when_closed(bell: Bell) -> None:
+    """Raises Unavailable when the ledger was closed while a caller waited."""
+    if bell.closed:
+        raise Unavailable("the ledger is closed; connect to its successor")
+
+
+def pairs(result: Iterable[Any]) -> dict[Any, Any]:
+    """Two-column rows as a mapping."""
+    return {row[0]: row[1] for row in result}

@@ -1,0 +1,346 @@
+"""Everything in which SQLite and PostgreSQL differ.
+
+Owns engines, pragmas and session settings, the storage checks, the file lock, server time, translation of driver errors,
+and partitions. Never knows a verb. Upholds P1 (WAL with ``synchronous=FULL``; ``synchronous_commit=on``) and, for a SQLite
+file, P8 (one server at a time through an advisory file lock). Sources: sqlite.org/wal.html#walresetbug (stock libraries
+before 3.51.3 may corrupt a WAL), sqlite.org/pragma.html, postgresql.org/docs/current/ddl-partitioning.html.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
+from sqlalchemy.pool import NullPool, QueuePool
+
+from rollbook.core.errors import ConfigError, LedgerLocked, RollbookError, StorageFull, Unavailable, UnsafeStorage
+from rollbook.core.ports import Clock
+from rollbook.ledger.schema import PARTITIONED
+
+SQLITE_FIXED = (3, 51, 3)
+"""First SQLite release without the WAL-reset corruption bug."""
+NETWORK_FILESYSTEMS = re.compile(
+    r"^(nfs\d*|cifs|smb\d*|smbfs|9p|fuse(\..+)?|ceph|gluster.*|lustre|gpfs|beegfs|afs|ocfs2|gfs2|virtiofs|davfs|sshfs|pvfs2)$"
+)
+QUICK_CHECK_BYTES_MAX = 256 * 2**20
+"""Above this file size the payload table, whose rows carry their own digests, is left out of the check at open."""
+READERS_MAX = 16
+SQLITE_BUSY_MS = 10_000
+KEYS_MAX = 4000
+"""Slots named in one statement: below SQLite's 32,766 and PostgreSQL's 65,535 parameters."""
+
+
+def sqlite_module() -> ModuleType:
+    """The SQLite driver to use: the stock one when its library is fixed, else ``pysqlite3``.
+
+    Raises: UnsafeStorage when neither has a library without the WAL-reset bug.
+    """
+    if sqlite3.sqlite_version_info >= SQLITE_FIXED:
+        return sqlite3
+    found = f"the standard library has SQLite {sqlite3.sqlite_version}"
+    try:
+        from pysqlite3 import dbapi2
+    except ImportError:
+        found += " and pysqlite3 is not installed"
+    else:
+        if dbapi2.sqlite_version_info >= SQLITE_FIXED:
+            return dbapi2
+        found += f" and pysqlite3 has {dbapi2.sqlite_version}"
+    raise UnsafeStorage(
+        f"{found}: releases before 3.51.3 can corrupt a WAL file (sqlite.org/wal.html#walresetbug); "
+        "install pysqlite3>=0.6.1 or use a postgresql+psycopg:// URL"
+    )
+
+
+def filesystem_of(path: Path, mountinfo: str | None = None) -> str:
+    """Type of the file system that holds ``path``, from ``/proc/self/mountinfo``; empty where that does not exist."""
+    try:
+        table = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
+    except OSError:
+        return ""
+    target, best, kind = str(path.resolve()), "", ""
+    for line in table.splitlines():
+        left, _, right = line.partition(" - ")
+        fields = left.split()
+        if len(fields) < 5 or not right:
+            continue
+        mount = fields[4].replace("\\040", " ")
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, right.split()[0]
+    return kind
+
+
+def check_local_storage(path: Path, mountinfo: str | None = None) -> str:
+    """Type of the file system that holds ``path``. Raises UnsafeStorage when SQLite cannot trust its locks and fsync."""
+    kind = filesystem_of(path, mountinfo)
+    if NETWORK_FILESYSTEMS.match(kind):
+        raise UnsafeStorage(
+            f"{path} is on a {kind} file system, where SQLite's locks and fsync cannot be trusted; put the run directory "
+            "on a local disk (run.dir) or set ledger.url to postgresql+psycopg://…"
+        )
+    return kind or "unknown"
+
+
+def translate(error: SQLAlchemyError) -> RollbookError | None:
+    """The core error for a driver error that concerns the storage, None for one that concerns a single statement."""
+    if isinstance(error, DisconnectionError):
+        return Unavailable(f"the ledger's database is not reachable: {error}")
+    if not isinstance(error, DBAPIError):
+        return None
+    text = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
+    state = getattr(error.orig, "sqlstate", None) or ""
+    if state == "53100" or "database or disk is full" in text:
+        return StorageFull(f"the ledger's storage is full ({text}); nothing was acknowledged, writes resume when space is freed")
+    unreachable = error.connection_invalidated or state[:2] in ("08", "53", "57", "58") or state in ("40001", "40P01", "55P03", "25P03")
+    if isinstance(error, sa.exc.InterfaceError) or (isinstance(error, sa.exc.OperationalError) and not state) or unreachable:
+        return Unavailable(f"the ledger's database cannot answer now ({text}); repeat with the same key")
+    return None
+
+
+class Database:
+    """Engines of one ledger: a single writing connection's engine and a pool of read-only ones.
+
+    ``exclusive`` is true for SQLite: holding the file lock proves that no other server lives.
+    """
+
+    def __init__(self, url: str, clock: Clock, *, role_ttl_s: float) -> None:
+        self.url = url
+        self.clock = clock
+        parsed = sa.make_url(url)
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self.exclusive = self.is_sqlite
+        self._lock_fd = -1
+        if self.is_sqlite:
+            self._open_sqlite(parsed)
+        elif parsed.get_backend_name() == "postgresql":
+            self._open_postgresql(parsed, role_ttl_s)
+        else:
+            raise ConfigError(f"ledger.url {url!r}: use sqlite:///FILE or postgresql+psycopg://…")
+
+    def _open_sqlite(self, url: sa.URL) -> None:
+        if not url.database or url.database == ":memory:":
+            raise ConfigError("ledger.url: a ledger in memory survives nothing; write sqlite:///FILE")
+        module = sqlite_module()
+        path = Path(url.database)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_local_storage(path.parent)
+        self._lock(path)
+        try:
+            self.writer = sa.create_engine(url, module=module, poolclass=NullPool)
+            self.reader = sa.create_engine(
+                url, module=module, poolclass=QueuePool, pool_size=4, max_overflow=READERS_MAX - 4, pool_timeout=30
+            )
+            _prepare_sqlite(self.writer, "BEGIN IMMEDIATE", query_only=False)
+            _prepare_sqlite(self.reader, "BEGIN", query_only=True)
+            self._quick_check(path)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _lock(self, path: Path) -> None:
+        lock = Path(f"{path}.lock")
+        self._lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._unlock()
+            raise LedgerLocked(
+                f"another ledger server holds {path} (lock file {lock}); stop it first, or use its address"
+            ) from None
+
+    def _unlock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _quick_check(self, path: Path) -> None:
+        with self.writer.connect() as conn:
+            conn.exec_driver_sql("PRAGMA journal_mode")
+            tables = [""]
+            if path.stat().st_size > QUICK_CHECK_BYTES_MAX:
+                names = conn.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars()
+                tables = [f"('{name}')" for name in names if name != "payload" and not name.startswith("sqlite_")]
+            for table in tables:
+                found = conn.exec_driver_sql(f"PRAGMA quick_check{table}").scalars().all()
+                if found != ["ok"]:
+                    raise UnsafeStorage(
+                        f"{path} is damaged: {'; '.join(map(str, found[:3]))}; restore it from a backup "
+                        "(copy the -wal file along) before anything is written to it"
+                    )
+
+    def _open_postgresql(self, url: sa.URL, role_ttl_s: float) -> None:
+        if url.drivername == "postgresql":
+            url = url.set(drivername="postgresql+psycopg")
+        bound_ms = max(1000, int(role_ttl_s * 1000 * 2 / 3))
+        shared = {"connect_timeout": 5, "keepalives": 1, "keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3}
+        write = (
+            f"-c synchronous_commit=on -c statement_timeout={bound_ms} -c lock_timeout={bound_ms} "
+            f"-c idle_in_transaction_session_timeout={bound_ms}"
+        )
+        read = "-c default_transaction_read_only=on -c statement_timeout=60000 -c idle_in_transaction_session_timeout=120000"
+        try:
+            self.writer = sa.create_engine(
+                url, poolclass=NullPool, isolation_level="READ COMMITTED", connect_args=shared | {"options": write}
+            )
+            self.reader = sa.create_engine(
+                url, pool_size=4, max_overflow=READERS_MAX - 4, pool_timeout=30, pool_pre_ping=True,
+                isolation_level="REPEATABLE READ", connect_args=shared | {"options": read},
+            )  # fmt: skip
+        except ImportError as error:
+            raise ConfigError(f"ledger.url {url.render_as_string()}: {error}; install rollbook[postgres]") from None
+
+    def now_us(self, conn: sa.Connection) -> int:
+        """Time of the ledger: the database's clock on PostgreSQL, the server's on SQLite. Workers' clocks never count."""
+        if self.is_sqlite:
+            return int(self.clock.time() * 1_000_000)
+        return int(conn.exec_driver_sql("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint").scalar_one())
+
+    @contextmanager
+    def reading(self) -> Iterator[sa.Connection]:
+        """A read-only connection with one consistent snapshot. Raises Unavailable when the database does not answer."""
+        try:
+            with self.reader.connect() as conn, conn.begin():
+                yield conn
+        except SQLAlchemyError as error:
+            if (core := translate(error)) is not None:
+                raise core from error
+            raise
+
+    def insert_rows(self, conn: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
+        """Insert many rows with the same columns; plain driver SQL, because per-row statement processing costs as much as the rows."""
+        if not rows:
+            return
+        columns = tuple(rows[0])
+        marks = ", ".join([self._mark] * len(columns))
+        text = f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES ({marks})"
+        conn.exec_driver_sql(text, [tuple(row.values()) for row in rows])
+
+    def rows_by_slot(
+        self, conn: sa.Connection, table: sa.Table, columns: Sequence[str], run_id: str, keys: Sequence[tuple[int, int]]
+    ) -> list[Any]:
+        """``columns`` of the rows of ``table`` for many slots, by primary key."""
+        rows: list[Any] = []
+        for part in _parts(keys):
+            text, values = self._slots_condition(part)
+            rows += conn.exec_driver_sql(f"SELECT {', '.join(columns)} FROM {table.name} WHERE {text}", (run_id, *values)).all()
+        return rows
+
+    def delete_by_slot(self, conn: sa.Connection, table: sa.Table, run_id: str, keys: Sequence[tuple[int, int]]) -> None:
+        """Delete the rows of many slots."""
+        for part in _parts(keys):
+            text, values = self._slots_condition(part)
+            conn.exec_driver_sql(f"DELETE FROM {table.name} WHERE {text}", (run_id, *values))
+
+    def _slots_condition(self, keys: Sequence[tuple[int, int]]) -> tuple[str, list[int]]:
+        pair = f"({self._mark}, {self._mark})"
+        listed = ", ".join([pair] * len(keys))
+        values = "VALUES " if self.is_sqlite else ""
+        return f"run_id = {self._mark} AND (ordinal, sibling) IN ({values}{listed})", [n for key in keys for n in key]
+
+    @property
+    def _mark(self) -> str:
+        return "?" if self.is_sqlite else "%s"
+
+    def insert_ignore(self, table: sa.Table) -> Any:
+        """INSERT … ON CONFLICT DO NOTHING for this dialect."""
+        module = sqlite if self.is_sqlite else postgresql
+        return module.insert(table).on_conflict_do_nothing()
+
+    def in_transaction(self, conn: sa.Connection) -> bool:
+        """False when SQLite has already rolled the transaction back by itself (disk full, I/O error)."""
+        if not self.is_sqlite:
+            return True
+        raw: Any = conn.connection.dbapi_connection
+        return bool(raw.in_transaction)
+
+    def close(self) -> None:
+        """Close every connection and let the file go."""
+        self.reader.dispose()
+        self.writer.dispose()
+        self._unlock()
+
+
+def _parts(keys: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    for start in range(0, len(keys), KEYS_MAX):
+        yield keys[start : start + KEYS_MAX]
+
+
+def _prepare_sqlite(engine: sa.Engine, begin: str, *, query_only: bool) -> None:
+    @sa.event.listens_for(engine, "connect")
+    def connect(dbapi_connection: Any, _record: object) -> None:
+        # The driver must not begin transactions itself: its implicit BEGIN is deferred and clashes with SAVEPOINT.
+        dbapi_connection.isolation_level = None
+        pragmas = [f"busy_timeout={SQLITE_BUSY_MS}", "foreign_keys=ON", "cache_size=-65536", "temp_store=MEMORY"]
+        if query_only:
+            pragmas.append("query_only=ON")
+        else:
+            pragmas += ["page_size=8192", "journal_mode=WAL", "synchronous=FULL", "journal_size_limit=67108864"]
+        for pragma in pragmas:
+            dbapi_connection.execute(f"PRAGMA {pragma}")
+
+    @sa.event.listens_for(engine, "begin")
+    def start(conn: sa.Connection) -> None:
+        conn.exec_driver_sql(begin)
+
+
+class Partitions:
+    """PostgreSQL partitions by ordinal range, made ahead of the rows; does nothing on SQLite.
+
+    The width stored in the existing partitions' names wins over the configured one, so that runs which share a database agree.
+    """
+
+    def __init__(self, database: Database, width: int) -> None:
+        self._database = database
+        self._width = width
+        self._known: set[int] | None = None
+
+    def ensure(self, conn: sa.Connection, end_ordinal: int) -> set[int]:
+        """Make every partition below ``end_ordinal`` and one more; returns the first ordinals to remember after COMMIT."""
+        if self._database.is_sqlite:
+            return set()
+        if self._known is None:
+            self._known = self._load(conn)
+        last = max(end_ordinal - 1, 0) // self._width + 1
+        wanted = {i * self._width for i in range(last + 1)} - self._known
+        if not wanted:
+            return set()
+        # Another server of another run may have made some of them since.
+        conn.exec_driver_sql("SELECT pg_advisory_xact_lock(7205759403792793)")
+        missing = wanted - self._load(conn)
+        for first in sorted(missing):
+            end = first + self._width
+            for table in PARTITIONED:
+                name = f"{table}_p{first}_{end}"
+                # CREATE … PARTITION OF would lock the parent against readers; ATTACH does not.
+                conn.exec_driver_sql(f"CREATE TABLE {name} (LIKE {table} INCLUDING DEFAULTS INCLUDING CONSTRAINTS INCLUDING STORAGE)")
+                conn.exec_driver_sql(f"ALTER TABLE {table} ATTACH PARTITION {name} FOR VALUES FROM ({first}) TO ({end})")
+        return wanted
+
+    def remember(self, firsts: set[int]) -> None:
+        """Call after the COMMIT of the transaction in which ``ensure`` returned them."""
+        if firsts and self._known is not None:
+            self._known |= firsts
+
+    def _load(self, conn: sa.Connection) -> set[int]:
+        names = conn.exec_driver_sql(
+            "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid "
+            "WHERE i.inhparent = 'prompt_group'::regclass"
+        ).scalars()
+        firsts = set()
+        for name in names:
+            if match := re.fullmatch(r"prompt_group_p(\d+)_(\d+)", name):
+                first, end = int(match[1]), int(match[2])
+                firsts.add(first)
+                self._width = end - first
+        return firsts

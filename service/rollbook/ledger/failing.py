@@ -1,0 +1,240 @@
+"""Rollouts that give no sample: expiry, failure reports, verdicts, the group rule, refills, quarantine.
+
+Owns every row of ``verdict`` and every refill. Never touches a sample: a dropped sample keeps its row and gets a verdict.
+Upholds P6 (a failure leaves the group, it never becomes a reward), P7 (each terminal slot has one verdict with a reason) and
+R5 (a closed group is never re-opened; its refill is a new group in the verdict's transaction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from rollbook.core.errors import InvalidRequest, UnknownSlot
+from rollbook.core.records import FailureReport, GroupSpec, RewardStatus, SlotKey, SubmitOutcome, SubmitResult, VerdictKind
+from rollbook.ledger import schema as t
+from rollbook.ledger.feeding import Feeding
+from rollbook.ledger.writer import Txn
+
+REPORTS_MAX = 4096
+
+
+class Failing(Feeding):
+    """Verbs and rules about slots that end without being trained."""
+
+    def report_failures(self, failures: Sequence[FailureReport]) -> list[SubmitResult]:
+        """Record rollouts without a reward; each frees its slot for another attempt or writes its verdict.
+
+        Transaction: events, lease rows, verdicts, group rule, refills. Idempotent: by (slot, lease token).
+        """
+        if len(failures) > REPORTS_MAX:
+            raise InvalidRequest(f"{len(failures)} failure reports in one call; at most {REPORTS_MAX}")
+        return self._write(lambda txn: self._report(txn, failures))
+
+    def _report(self, txn: Txn, failures: Sequence[FailureReport]) -> list[SubmitResult]:
+        results: list[SubmitResult] = []
+        exhausted: list[tuple[Any, FailureReport]] = []
+        for f in failures:
+            outcome, reason, row = self._judge_report(txn.conn, f)
+            if outcome is SubmitOutcome.ACCEPTED:
+                self._event(txn, "failure_reported", f.key, token=f.lease_token, incarnation=f.incarnation,
+                            status=f.status.value, blame=f.blame.value, reason=f.reason, attempt=row.attempt)  # fmt: skip
+                self._free(txn, [row])
+                if row.attempt >= self.rules.attempts_max:
+                    exhausted.append((row, f))
+            results.append(SubmitResult(f.key, outcome, reason))
+        if exhausted:
+            self._exhaust(txn, exhausted)
+        txn.rings |= {"lease", "plan"}
+        return results
+
+    def _judge_report(self, conn: sa.Connection, f: FailureReport) -> tuple[SubmitOutcome, str, Any]:
+        if f.status is RewardStatus.GIVEN:
+            return SubmitOutcome.INVALID, "status 'given' is a sample, submit it", None
+        e = t.event.c
+        told = sa.select(e.seq).where(
+            e.run_id == self.run.run_id, e.ordinal == f.key.ordinal, e.sibling == f.key.sibling,
+            e.kind == "failure_reported", e.token == f.lease_token,
+        )  # fmt: skip
+        if conn.execute(told.limit(1)).first():
+            return SubmitOutcome.REPLAYED, "this failure is recorded already", None
+        row = conn.execute(_LEASE, {"run_id": self.run.run_id, "ordinal": f.key.ordinal, "sibling": f.key.sibling}).first()
+        if row is not None and row.token == f.lease_token and row.incarnation == f.incarnation:
+            return SubmitOutcome.ACCEPTED, "", row
+        if row is None and not self._slot_exists(conn, f.key):
+            return SubmitOutcome.INVALID, f"the run has no slot {f.key}", None
+        return SubmitOutcome.FENCED, f"lease token {f.lease_token} of slot {f.key} is no longer held", None
+
+    def _slot_exists(self, conn: sa.Connection, key: SlotKey) -> bool:
+        c = t.slot.c
+        where = (c.run_id == self.run.run_id, c.ordinal == key.ordinal, c.sibling == key.sibling)
+        return conn.execute(sa.select(c.ordinal).where(*where)).first() is not None
+
+    def _free(self, txn: Txn, rows: Iterable[Any]) -> None:
+        parameters = [{"b_run_id": self.run.run_id, "b_ordinal": r.ordinal, "b_sibling": r.sibling} for r in rows]
+        if parameters:
+            txn.conn.execute(_FREE_LEASE, parameters)
+
+    def _expire(self, txn: Txn) -> None:
+        """Take back leases whose time is over; slots without attempts left get their verdict (bounded schedule)."""
+        expired = txn.conn.execute(_EXPIRED, {"run_id": self.run.run_id, "now_us": txn.now_us}).all()
+        if not expired:
+            return
+        self._events(txn, [
+            self._event_row(txn, "lease_expired", SlotKey(r.ordinal, r.sibling), token=r.token, incarnation=r.incarnation,
+                            attempt=r.attempt)
+            for r in expired
+        ])  # fmt: skip
+        self._free(txn, expired)
+        self._exhaust(txn, [(r, None) for r in expired if r.attempt >= self.rules.attempts_max])
+        txn.rings |= {"lease", "plan"}
+
+    def _exhaust(self, txn: Txn, rows: Sequence[tuple[Any, FailureReport | None]]) -> None:
+        """Verdicts for slots whose attempts are used up. The fixed schedule pauses instead: it may not lose a member (R14)."""
+        if self._is_fixed or not rows:
+            return
+        for row, failure in rows:
+            key = SlotKey(row.ordinal, row.sibling)
+            last = f"{failure.status.value}: {failure.reason}" if failure else "its workers fell silent"
+            poisoned = failure is not None and failure.status is RewardStatus.VERIFIER_ERROR
+            kind = VerdictKind.QUARANTINED if poisoned else VerdictKind.FAILED
+            self._give_verdicts(txn, {key: (kind, f"{row.attempt} attempts without a sample; last: {last}")})
+        self._settle_groups(txn, sorted({row.ordinal for row, _ in rows}))
+
+    def _give_verdicts(self, txn: Txn, verdicts: Mapping[SlotKey, tuple[VerdictKind, str]]) -> None:
+        """Insert verdicts; length and duration of an existing sample go along, so that drop bias can be counted."""
+        if not verdicts:
+            return
+        run_id, s = self.run.run_id, t.sample.c
+        keys = [tuple(k) for k in verdicts]
+        held = {
+            (r.ordinal, r.sibling): r
+            for r in txn.conn.execute(
+                sa.select(s.ordinal, s.sibling, s.n_tokens, s.generate_s).where(
+                    s.run_id == run_id, sa.tuple_(s.ordinal, s.sibling).in_(keys)
+                )
+            )
+        }
+        rows = []
+        for key, (kind, reason) in verdicts.items():
+            sample = held.get(tuple(key))
+            rows.append({
+                "run_id": run_id, "ordinal": key.ordinal, "sibling": key.sibling, "kind": kind.value, "reason": reason or kind.value,
+                "n_tokens": sample.n_tokens if sample else None, "generate_s": sample.generate_s if sample else None,
+                "decided_at_us": txn.now_us,
+            })  # fmt: skip
+        txn.conn.execute(sa.insert(t.verdict), rows)
+        txn.conn.execute(
+            sa.delete(t.lease).where(t.lease.c.run_id == run_id, sa.tuple_(t.lease.c.ordinal, t.lease.c.sibling).in_(keys))
+        )
+        txn.rings |= {"lease", "plan"}
+
+    def _settle_groups(self, txn: Txn, ordinals: Sequence[int]) -> None:
+        """Group rule: a group that can no longer have ``survivors_min`` members with a reward is closed and refilled (R5)."""
+        if self._is_fixed:
+            return
+        for ordinal in ordinals:
+            group, verdicts, unrewarded = self._group_counts(txn.conn, ordinal)
+            if verdicts == group.n_siblings:
+                continue
+            usable = group.n_siblings - verdicts - unrewarded
+            needed = min(self.rules.survivors_min, group.n_siblings)
+            if usable >= needed:
+                continue
+            reason = f"group {ordinal} has {usable} of {group.n_siblings} usable members, needs {needed}"
+            self._close_group(txn, group, VerdictKind.CANCELLED, reason, refill=self._failed_refills(txn.conn, group) < self.rules.attempts_max)
+
+    def _group_counts(self, conn: sa.Connection, ordinal: int) -> tuple[Any, int, int]:
+        """Group row, slots with a verdict, slots without one whose sample has no reward."""
+        run_id, g, v, s = self.run.run_id, t.prompt_group.c, t.verdict.c, t.sample.c
+        group = conn.execute(sa.select(t.prompt_group).where(g.run_id == run_id, g.ordinal == ordinal)).first()
+        if group is None:
+            raise UnknownSlot(f"the run has no group {ordinal}")
+        verdicts = conn.execute(sa.select(sa.func.count()).where(v.run_id == run_id, v.ordinal == ordinal)).scalar_one()
+        judged = sa.exists().where(v.run_id == s.run_id, v.ordinal == s.ordinal, v.sibling == s.sibling)
+        unrewarded = conn.execute(
+            sa.select(sa.func.count()).where(s.run_id == run_id, s.ordinal == ordinal, s.reward.is_(None), ~judged)
+        ).scalar_one()
+        return group, verdicts, unrewarded
+
+    def _failed_refills(self, conn: sa.Connection, group: Any) -> int:
+        """How many groups of this prompt have failed before this one; a prompt that keeps failing is not issued for ever (P9)."""
+        count, g, v = 0, t.prompt_group.c, t.verdict.c
+        older = group.refills
+        while older is not None and count < self.rules.attempts_max:
+            kinds = conn.execute(sa.select(sa.distinct(v.kind)).where(v.run_id == self.run.run_id, v.ordinal == older)).scalars().all()
+            if VerdictKind.DROPPED_STALE.value not in kinds:
+                count += 1
+            older = conn.execute(sa.select(g.refills).where(g.run_id == self.run.run_id, g.ordinal == older)).scalar_one_or_none()
+        return count
+
+    def _close_group(self, txn: Txn, group: Any, kind: VerdictKind, reason: str, *, refill: bool) -> None:
+        """Verdict for every slot that has none, and the refill, in the caller's transaction."""
+        v = t.verdict.c
+        have = set(txn.conn.execute(sa.select(v.sibling).where(v.run_id == self.run.run_id, v.ordinal == group.ordinal)).scalars())
+        missing = [SlotKey(group.ordinal, s) for s in range(group.n_siblings) if s not in have]
+        self._give_verdicts(txn, {key: (kind, reason) for key in missing})
+        self._event(txn, "group_closed", SlotKey(group.ordinal, -1), verdict=kind.value, reason=reason, refilled=refill)
+        if refill:
+            ordinal = self._next_ordinal(txn.conn, self.run.run_id)
+            spec = GroupSpec(ordinal, group.prompt_ids, group.task_json, group.n_siblings, refills=group.ordinal)
+            self._insert_groups(txn, group.stream, [spec])
+            self._advance_cursors(txn, ordinal + 1)
+            self._event(txn, "group_refilled", SlotKey(ordinal, -1), refills=group.ordinal)
+        self._raise_watermark(txn)
+
+    def quarantine_group(self, ordinal: int, reason: str) -> None:
+        """Take a group out for good, on an operator's word; a recorded input of the run (R14). Idempotent: by ordinal.
+
+        The bounded schedule refills nothing (the prompt is the problem): the feeder issues another one.
+        Raises: UnknownSlot, InvalidRequest (no reason, or the group is planned already).
+        """
+        if not reason:
+            raise InvalidRequest("a quarantine needs a reason; it is stored with every slot of the group")
+
+        def quarantine(txn: Txn) -> None:
+            group, verdicts, _ = self._group_counts(txn.conn, ordinal)
+            if verdicts == group.n_siblings:
+                return
+            i = t.plan_item.c
+            step = txn.conn.execute(
+                sa.select(i.step).where(i.run_id == self.run.run_id, i.ordinal == ordinal).limit(1)
+            ).scalar_one_or_none()
+            if step is not None:
+                raise InvalidRequest(f"group {ordinal} is in the plan of step {step}; what is planned is trained")
+            self._close_group(txn, group, VerdictKind.QUARANTINED, reason, refill=False)
+
+        self._write(quarantine)
+
+    def _raise_watermark(self, txn: Txn) -> None:
+        """Recompute the watermark from this transaction's rows; remembered only after COMMIT."""
+        found = self._find_watermark(txn.conn, self._watermark)
+        txn.after_commit.append(lambda: setattr(self, "_watermark", max(self._watermark, found)))
+
+    def _find_watermark(self, conn: sa.Connection, start: int) -> int:
+        """First ordinal from ``start`` on that is neither planned (along the ancestry) nor terminal."""
+        run_id, g, v, i = self.run.run_id, t.prompt_group.c, t.verdict.c, t.plan_item.c
+        lineage = self._newest_lineage()
+        planned = sa.exists().where(i.run_id == g.run_id, i.ordinal == g.ordinal, self._along(i.lineage, i.step, lineage))
+        judged = sa.select(sa.func.count()).where(v.run_id == g.run_id, v.ordinal == g.ordinal).correlate(t.prompt_group).scalar_subquery()
+        query = sa.select(g.ordinal).where(g.run_id == run_id, g.ordinal >= start, ~planned, judged < g.n_siblings)
+        found = conn.execute(query.order_by(g.ordinal).limit(1)).scalar_one_or_none()
+        return self._next_ordinal(conn, run_id) if found is None else found
+
+
+_L = t.lease.c
+_LEASE = sa.select(t.lease).where(
+    _L.run_id == sa.bindparam("run_id"), _L.ordinal == sa.bindparam("ordinal"), _L.sibling == sa.bindparam("sibling")
+)
+_EXPIRED = (
+    sa.select(t.lease)
+    .where(_L.run_id == sa.bindparam("run_id"), _L.incarnation.is_not(None), _L.expires_at_us <= sa.bindparam("now_us"))
+    .order_by(_L.ordinal, _L.sibling)
+)
+_FREE_LEASE = (
+    sa.update(t.lease)
+    .where(_L.run_id == sa.bindparam("b_run_id"), _L.ordinal == sa.bindparam("b_ordinal"), _L.sibling == sa.bindparam("b_sibling"))
+    .values(incarnation=None)
+)

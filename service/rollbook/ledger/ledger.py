@@ -1,0 +1,88 @@
+"""``Ledger``: the ``LedgerPort`` in SQL. One method = one verb = one transaction.
+
+Owns construction and closing; the verbs stand in one file per noun (roles, feeding, failing, leasing, submitting, planning,
+publishing, tools, status), each a class on top of the one before. Never speaks gRPC. Upholds P1-P8 through them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from rollbook.core.clock import SystemClock
+from rollbook.core.errors import RollbookError
+from rollbook.core.ports import Clock
+from rollbook.core.records import Violation
+from rollbook.ledger.audit import Subject, run_audit
+from rollbook.ledger.base import Bell
+from rollbook.ledger.dialects import Database, Partitions
+from rollbook.ledger.migrate import prepare
+from rollbook.ledger.roles import Roles, expire_term
+from rollbook.ledger.status import Status
+from rollbook.ledger.writer import Writer
+
+log = logging.getLogger(__name__)
+
+
+class Ledger(Roles, Status):
+    """The ledger of one run, in the one process that may write it.
+
+    Args:
+        url: ``sqlite:///FILE`` or ``postgresql+psycopg://…``; a fresh database gets its tables.
+        clock: time of the server; PostgreSQL's own clock is used where there is one.
+        holder: incarnation id of this server, in the fence row.
+        role_ttl_s: term of the ``ledger`` role; call ``renew_self`` at least three times within it.
+        group_commit_max: operations that share one durable COMMIT.
+        ordinals_per_partition: width of a PostgreSQL partition.
+        payload_bytes_max: largest sample.
+        supersede: holder known to be dead, whose unexpired term is taken over at once.
+
+    Raises: LedgerLocked, UnsafeStorage, SchemaTooNew, SchemaTooOld, Unavailable.
+    """
+
+    def __init__(
+        self, url: str, *, clock: Clock | None = None, holder: str, role_ttl_s: float = 15.0, group_commit_max: int = 128,
+        ordinals_per_partition: int = 100_000, payload_bytes_max: int = 33_554_432, supersede: str = "",
+    ) -> None:  # fmt: skip
+        self._clock = clock or SystemClock()
+        self._holder = holder
+        self._role_ttl_s = role_ttl_s
+        self._supersede = supersede
+        self._payload_bytes_max = payload_bytes_max
+        self._attach_lock = threading.Lock()
+        self._bell = Bell()
+        self._database = Database(url, self._clock, role_ttl_s=role_ttl_s)
+        try:
+            prepare(self._database)
+            self._partitions = Partitions(self._database, ordinals_per_partition)
+            self._writer = Writer(
+                self._database, group_commit_max=group_commit_max, on_commit=self._bell.ring, on_fenced=self._on_fenced
+            )
+        except BaseException:
+            self._database.close()
+            raise
+        self._writer.guard = self._guard
+
+    def audit(self) -> list[Violation]:
+        """Run every invariant in one snapshot; an empty list means clean."""
+        with self._read() as conn:
+            numbers = tuple(number for number, _, _ in self._lineages)
+            return run_audit(Subject(conn, self.run, numbers, self._along))
+
+    def close(self, *, release: bool = True) -> None:
+        """Finish what is queued and let the storage go; with ``release`` the server's own term ends, so a successor need not wait."""
+        term = self._term
+        if release and term is not None and self._fenced is None:
+            try:
+                self._write(lambda txn: expire_term(txn, self.run.run_id, term))
+            except RollbookError as error:
+                log.warning("the ledger role was not released: %s", error, extra={"event": "release_failed"})
+        self._bell.close()
+        self._writer.close()
+        self._database.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

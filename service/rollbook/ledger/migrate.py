@@ -1,0 +1,114 @@
+"""Schema revisions: what this package knows, what a database has, and how to get from one to the other.
+
+Owns the calls into alembic. Never changes a table by itself. A fresh database is created by the migrations at first open; an
+older one is refused until ``rollbook migrate`` has run, a newer one until the package is upgraded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+import rollbook
+from rollbook.core.clock import SystemClock
+from rollbook.core.errors import SchemaTooNew, SchemaTooOld
+from rollbook.ledger.dialects import Database
+
+MIGRATION_LOCK = 7205759403792794
+
+
+def script_location() -> Path:
+    """Folder of the migrations: inside the installed package, else in the checkout."""
+    package = Path(rollbook.__file__).resolve().parent
+    shipped = package / "_migrations"
+    return shipped if shipped.is_dir() else package.parent.parent / "migrations"
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(script_location()).replace("%", "%%"))
+    return config
+
+
+def head_revision() -> str:
+    """Newest revision this package knows."""
+    head = ScriptDirectory.from_config(_config()).get_current_head()
+    if head is None:
+        raise SchemaTooOld(f"no migrations in {script_location()}; the installation is incomplete")
+    return head
+
+
+def current_revision(conn: sa.Connection) -> str | None:
+    """Revision of a database; None when it is fresh."""
+    return MigrationContext.configure(conn).get_current_revision()
+
+
+def _upgrade(database: Database) -> None:
+    config = _config()
+    with database.writer.connect() as conn:
+        if not database.is_sqlite:
+            conn.exec_driver_sql("SET statement_timeout = 0")
+            conn.exec_driver_sql(f"SELECT pg_advisory_lock({MIGRATION_LOCK})")
+            conn.commit()
+        try:
+            config.attributes["connection"] = conn
+            command.upgrade(config, "head")
+            conn.commit()
+        finally:
+            if not database.is_sqlite:
+                conn.rollback()
+                conn.exec_driver_sql(f"SELECT pg_advisory_unlock({MIGRATION_LOCK})")
+                conn.commit()
+
+
+def _compare(current: str | None) -> None:
+    known = [script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()]
+    if current not in known:
+        raise SchemaTooNew(f"the ledger has schema revision {current}, this package knows up to {head_revision()}; upgrade rollbook")
+    if current != head_revision():
+        raise SchemaTooOld(f"the ledger has schema revision {current}, this package needs {head_revision()}; run `rollbook migrate`")
+
+
+def prepare(database: Database) -> None:
+    """Create the tables of a fresh database; refuse another revision. Raises SchemaTooNew, SchemaTooOld."""
+    with database.reading() as conn:
+        current = current_revision(conn)
+    if current is None:
+        _upgrade(database)
+    else:
+        _compare(current)
+
+
+def upgrade(url: str) -> str:
+    """Bring the database at ``url`` to the newest revision and return it. Raises SchemaTooNew, LedgerLocked."""
+    database = Database(url, SystemClock(), role_ttl_s=60.0)
+    try:
+        with database.reading() as conn:
+            current = current_revision(conn)
+        if current is not None and current not in [s.revision for s in ScriptDirectory.from_config(_config()).walk_revisions()]:
+            _compare(current)
+        _upgrade(database)
+        return head_revision()
+    finally:
+        database.close()
+
+
+def check(url: str) -> list[str]:
+    """What is wrong with the schema of the database at ``url``; empty when it is the one this package needs."""
+    database = Database(url, SystemClock(), role_ttl_s=60.0)
+    try:
+        with database.reading() as conn:
+            current = current_revision(conn)
+        if current is None:
+            return [f"{sa.make_url(url).render_as_string()} holds no ledger yet; run `rollbook migrate`"]
+        _compare(current)
+    except (SchemaTooNew, SchemaTooOld) as error:
+        return [str(error)]
+    finally:
+        database.close()
+    return []

@@ -1,0 +1,236 @@
+"""Opening a run, attaching a server to it, and the fenced roles.
+
+Owns ``open_run``, ``attach``, ``acquire_role``, ``renew_role``, ``release_role``. Never grants a lease. Upholds P8 (epochs
+only grow), P12 (a resumed run has the configuration it was started with, or a recorded revision, R15) and R11 (leases are
+extended by the time the server was down).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import threading
+
+import sqlalchemy as sa
+
+from rollbook.core.config import differences
+from rollbook.core.errors import ConfigMismatch, Fenced, InvalidRequest, NotFound, RoleHeld, WrongRun
+from rollbook.core.records import ROOT_LINEAGE, Role, RoleTerm, RunRecord, RunRules, ScheduleKind
+from rollbook.ledger import schema as t
+from rollbook.ledger.base import store_term
+from rollbook.ledger.failing import Failing
+from rollbook.ledger.writer import Txn
+
+FENCED_ROLES = (Role.LEARNER, Role.FEEDER)
+SETTLED_RULES = ("group_size", "groups_per_step", "schedule", "fixed_lag_versions", "config_seed")
+"""Rules that existing groups and seeds depend on; no revision may change them."""
+
+
+def rules_to_json(rules: RunRules) -> str:
+    return json.dumps(dataclasses.asdict(rules), sort_keys=True)
+
+
+def rules_from_json(text: str) -> RunRules:
+    values = json.loads(text)
+    return RunRules(**{**values, "schedule": ScheduleKind(values["schedule"])})
+
+
+class Roles(Failing):
+    """Verbs about the run and its roles."""
+
+    _holder: str
+    _role_ttl_s: float
+    _supersede: str
+    _attach_lock: threading.Lock
+
+    def open_run(self, run: RunRecord, *, accept_revision: bool = False) -> RunRecord:
+        """Create the run, or attach to it; the same configuration digest is success.
+
+        Transaction: run, revision, root lineage, the server's own term. Idempotent: by run id and digest.
+        Raises: ConfigMismatch, RoleHeld (another server serves the run), WrongRun.
+        """
+        with self._attach_lock:
+            if self._run is not None and self._run.run_id != run.run_id:
+                raise WrongRun(f"this ledger serves run {self._run.run_id!r}, not {run.run_id!r}")
+            if self._run is None:
+                self._create(run)
+                self._attach(run.run_id)
+            stored = self.run
+            if stored.config_digest == run.config_digest:
+                return stored
+            self._run = self._write(lambda txn: self._revise(txn, stored, run, accept_revision))
+            return self._run
+
+    def attach(self, run_id: str) -> RunRecord:
+        """Serve an existing run. Raises NotFound, RoleHeld."""
+        with self._attach_lock:
+            if self._run is not None and self._run.run_id != run_id:
+                raise WrongRun(f"this ledger serves run {self._run.run_id!r}, not {run_id!r}")
+            if self._run is None:
+                self._attach(run_id)
+            return self.run
+
+    def run_ids(self) -> list[str]:
+        """Runs this ledger holds, oldest first."""
+        with self._database.reading() as conn:
+            return list(conn.execute(sa.select(t.run.c.run_id).order_by(t.run.c.opened_at_us)).scalars())
+
+    def _create(self, run: RunRecord) -> None:
+        def create(txn: Txn) -> None:
+            if txn.conn.execute(sa.select(t.run.c.run_id).where(t.run.c.run_id == run.run_id)).first():
+                return
+            rules = rules_to_json(run.rules)
+            content = {"run_id": run.run_id, "config_digest": run.config_digest, "config_json": run.config_json, "rules_json": rules}
+            txn.conn.execute(sa.insert(t.run).values(**content, manifest_json=run.manifest_json, opened_at_us=txn.now_us))
+            txn.conn.execute(
+                sa.insert(t.config_revision).values(
+                    **content, revision=run.revision, from_step=1, accepted_at_us=txn.now_us,
+                    max_lag_versions=run.rules.max_lag_versions,
+                )  # fmt: skip
+            )
+            txn.conn.execute(sa.insert(t.lineage).values(run_id=run.run_id, lineage=ROOT_LINEAGE, created_at_us=txn.now_us))
+
+        self._write(create)
+
+    def _attach(self, run_id: str) -> None:
+        """Take the server's own role and load what is kept in memory; nothing is remembered unless it was committed."""
+        asked = self._clock.monotonic()
+
+        def attach(txn: Txn) -> tuple[RunRecord, RoleTerm]:
+            record = _load_run(txn.conn, run_id)
+            previous = txn.conn.execute(_fence_row(run_id, Role.LEDGER)).first()
+            supersede = previous.holder if previous is not None and self._database.exclusive else self._supersede
+            term = self._take(txn, run_id, RoleTerm(Role.LEDGER, 0, self._holder, self._role_ttl_s), supersede)
+            if previous is not None:
+                _extend_leases(txn, record, previous.renewed_at_us)
+            return record, term
+
+        record, term = self._write(attach)
+        with self._database.reading() as conn:
+            c = t.lineage.c
+            rows = conn.execute(sa.select(c.lineage, c.parent, c.fork_step).where(c.run_id == run_id).order_by(c.lineage)).all()
+            last = conn.execute(sa.select(sa.func.max(t.event.c.seq)).where(t.event.c.run_id == run_id)).scalar()
+            self._lineages = tuple((r.lineage, r.parent, r.fork_step) for r in rows)
+            self._run, self._term = record, term
+            self._watermark = self._find_watermark(conn, 0)
+        self._sequence = itertools.count((last if last is not None else -1) + 1)
+        self._term_ends_s = asked + term.ttl_s
+        self._write(lambda txn: self._event(txn, "server_attached", epoch=term.epoch, holder=term.holder))
+
+    def _revise(self, txn: Txn, stored: RunRecord, offered: RunRecord, accept: bool) -> RunRecord:
+        changed = differences(stored.config_json, offered.config_json) or ["(digest only)"]
+        listing = "; ".join(changed[:12])
+        if not accept:
+            raise ConfigMismatch(
+                f"run {stored.run_id!r} was opened with another configuration ({listing}); restore it, or accept the change "
+                "as a revision that holds from the first unplanned step (--accept-revision)"
+            )
+        settled = [n for n in SETTLED_RULES if getattr(stored.rules, n) != getattr(offered.rules, n)]
+        if settled:
+            raise ConfigMismatch(
+                f"run {stored.run_id!r}: {', '.join(settled)} cannot change within a run, groups and seeds already depend on "
+                f"it ({listing}); start a new run"
+            )
+        revision = stored.revision + 1
+        step = self._last_planned(txn.conn, self._newest_lineage()) + 1
+        txn.conn.execute(
+            sa.insert(t.config_revision).values(
+                run_id=stored.run_id, revision=revision, config_digest=offered.config_digest, config_json=offered.config_json,
+                rules_json=rules_to_json(offered.rules), max_lag_versions=offered.rules.max_lag_versions, from_step=step,
+                accepted_at_us=txn.now_us,
+            )  # fmt: skip
+        )
+        self._event(txn, "config_revised", revision=revision, from_step=step, changed=changed)
+        txn.rings |= {"lease", "plan", "head"}
+        return dataclasses.replace(offered, revision=revision, manifest_json=stored.manifest_json)
+
+    def acquire_role(self, role: Role, holder: str, ttl_s: float, supersede: str = "") -> RoleTerm:
+        """Take the role with a larger epoch; the current holder gets its own term again.
+
+        Idempotent: by (role, holder). Raises: RoleHeld.
+        """
+        if role not in FENCED_ROLES:
+            raise InvalidRequest(f"role {role.value!r} is not taken by call; only learner and feeder are")
+        if not holder or ttl_s <= 0:
+            raise InvalidRequest("a role needs a holder and ttl_s > 0")
+        return self._write(lambda txn: self._take(txn, self.run.run_id, RoleTerm(role, 0, holder, ttl_s), supersede))
+
+    def _take(self, txn: Txn, run_id: str, wanted: RoleTerm, supersede: str) -> RoleTerm:
+        row = txn.conn.execute(_fence_row(run_id, wanted.role).with_for_update()).first()
+        if row is None:
+            term = dataclasses.replace(wanted, epoch=1)
+        elif row.holder == wanted.holder and wanted.role is not Role.LEDGER:
+            term = dataclasses.replace(wanted, epoch=row.epoch)
+        elif row.expires_at_us <= txn.now_us or (supersede and supersede == row.holder):
+            term = dataclasses.replace(wanted, epoch=row.epoch + 1)
+        else:
+            left_s = (row.expires_at_us - txn.now_us) / 1e6
+            raise RoleHeld(
+                f"role {wanted.role.value} is held by {row.holder} (epoch {row.epoch}) for another {left_s:.1f} s; "
+                "wait, or name it as superseded when it is known to be dead"
+            )
+        store_term(txn, run_id, term, renewed=row is not None)
+        if self._run is not None and (row is None or term.epoch != row.epoch):
+            self._event(txn, "role_acquired", role=term.role.value, epoch=term.epoch, holder=term.holder)
+        return term
+
+    def renew_role(self, term: RoleTerm) -> RoleTerm:
+        """Extend a held term. Raises Fenced when a newer epoch exists."""
+
+        def renew(txn: Txn) -> RoleTerm:
+            self._check_term(txn, term, term.role)
+            store_term(txn, self.run.run_id, term, renewed=True)
+            return term
+
+        return self._write(renew)
+
+    def release_role(self, term: RoleTerm) -> None:
+        """Give the role up; harmless when already lost."""
+
+        def release(txn: Txn) -> None:
+            try:
+                self._check_term(txn, term, term.role)
+            except Fenced:
+                return
+            _expire_term(txn, self.run.run_id, term)
+
+        self._write(release)
+
+
+def _fence_row(run_id: str, role: Role) -> sa.Select:
+    return sa.select(t.fence).where(t.fence.c.run_id == run_id, t.fence.c.role == role.value)
+
+
+def _expire_term(txn: Txn, run_id: str, term: RoleTerm) -> None:
+    where = (t.fence.c.run_id == run_id, t.fence.c.role == term.role.value, t.fence.c.epoch == term.epoch)
+    txn.conn.execute(sa.update(t.fence).where(*where).values(expires_at_us=txn.now_us, renewed_at_us=txn.now_us))
+
+
+expire_term = _expire_term
+
+
+def _load_run(conn: sa.Connection, run_id: str) -> RunRecord:
+    row = conn.execute(sa.select(t.run).where(t.run.c.run_id == run_id)).first()
+    if row is None:
+        raise NotFound(f"this ledger holds no run {run_id!r}; `rollbook run CONFIG.toml` opens it")
+    c = t.config_revision.c
+    newest = conn.execute(
+        sa.select(t.config_revision).where(c.run_id == run_id).order_by(c.revision.desc()).limit(1)
+    ).one()
+    return RunRecord(
+        run_id, newest.config_digest, newest.config_json, newest.revision, rules_from_json(newest.rules_json), row.manifest_json
+    )
+
+
+def _extend_leases(txn: Txn, record: RunRecord, last_sign_us: int) -> None:
+    """Leases that lived when the server was last seen get its downtime back, at most one TTL over their life (R11)."""
+    ttl_us = int(record.rules.lease_ttl_s * 1_000_000)
+    down_us = min(max(0, txn.now_us - last_sign_us), ttl_us)
+    c = t.lease.c
+    room = sa.case((c.extended_us + down_us > ttl_us, ttl_us - c.extended_us), else_=down_us)
+    txn.conn.execute(
+        sa.update(t.lease)
+        .where(c.run_id == record.run_id, c.incarnation.is_not(None), c.expires_at_us > last_sign_us, c.extended_us < ttl_us)
+        .values(expires_at_us=c.expires_at_us + room, extended_us=c.extended_us + room)
+    )

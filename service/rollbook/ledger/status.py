@@ -1,0 +1,328 @@
+"""The run at a glance, and the story of one rollout.
+
+Owns ``run_status``, ``step_metrics``, ``explain``. Never writes. Every number is counted from rows (P7), in one snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import sqlalchemy as sa
+
+from rollbook.core.errors import UnknownSlot
+from rollbook.core.records import PlanOutcome, SlotKey
+from rollbook.ledger import schema as t
+from rollbook.ledger.base import pairs
+from rollbook.ledger.tools import Tools
+
+RATE_WINDOW_S = 60
+WORKERS_SHOWN = 256
+HISTORY_ROWS = 1000
+SUBMIT_OUTCOMES = ("replayed", "conflict", "fenced", "refused", "invalid")
+SILENT_EVENTS = ("lease_expired",)
+
+
+class Status(Tools):
+    """Verbs that only look."""
+
+    def run_status(self) -> dict:
+        """The run at a glance; keys as ``LedgerPort.run_status`` lists them."""
+        run = self.run
+        lineage = self._newest_lineage()
+        with self._read() as conn:
+            now_us = self._database.now_us(conn)
+            head = self._head(conn)
+            finished = self._step_rows(conn, lineage, 1, newest=True)
+            steps = self._steps(conn, lineage)
+            state = {
+                "run_id": run.run_id,
+                "revision": run.revision,
+                "lineage": lineage,
+                "schedule": run.rules.schedule.value,
+                "steps": steps | {"published": head.version if head else 0},
+                "head": {"version": head.version, "digest": head.digest} if head else None,
+                "slots": self._slot_counts(conn, lineage, steps["checkpoint"]),
+                "groups": self._group_totals(conn, lineage),
+                "verdicts": self._counts(conn, t.verdict, t.verdict.c.kind),
+                "failures": self._failures(conn),
+                "submits": self._submits(conn),
+                "tokens": {"accepted": self._scalar(conn, sa.func.coalesce(sa.func.sum(t.sample.c.n_tokens), 0), t.sample)},
+                "cursor": pairs(
+                    conn.execute(sa.select(t.cursor.c.stream, t.cursor.c.next_ordinal).where(t.cursor.c.run_id == run.run_id))
+                ),
+                "roles": self._roles(conn, now_us),
+                "workers": self._workers(conn, now_us),
+                "rates": self._rates(conn, now_us),
+                "last_step": finished[0] if finished else None,
+                "draining": self._draining,
+            }  # fmt: skip
+        state["writer"] = {
+            "commits": self._writer.commits, "operations": self._writer.operations, "waiting": self._writer.queue_depth(),
+        }  # fmt: skip
+        return state
+
+    def _scalar(self, conn: sa.Connection, expression: Any, table: sa.Table, *where: Any) -> int:
+        query = sa.select(expression).select_from(table).where(table.c.run_id == self.run.run_id, *where)
+        return int(conn.execute(query).scalar_one())
+
+    def _count(self, conn: sa.Connection, table: sa.Table, *where: Any) -> int:
+        return self._scalar(conn, sa.func.count(), table, *where)
+
+    def _counts(self, conn: sa.Connection, table: sa.Table, column: Any) -> dict[str, int]:
+        query = sa.select(column, sa.func.count()).where(table.c.run_id == self.run.run_id).group_by(column).order_by(column)
+        return {str(name): int(n) for name, n in conn.execute(query)}
+
+    def _steps(self, conn: sa.Connection, lineage: int) -> dict[str, int]:
+        o = t.plan_outcome.c
+        along = self._along(o.lineage, o.step, lineage)
+        outcomes = pairs(
+            conn.execute(
+                sa.select(o.outcome, sa.func.count()).where(o.run_id == self.run.run_id, along).group_by(o.outcome)
+            )
+        )  # fmt: skip
+        committed = self._committed(conn)
+        return {
+            "configured": self.rules.steps,
+            "planned": self._last_planned(conn, lineage),
+            "trained": outcomes.get(PlanOutcome.TRAINED.value, 0),
+            "skipped": outcomes.get(PlanOutcome.SKIPPED.value, 0),
+            "checkpoint": committed[0].step if committed else 0,
+        }
+
+    def _slot_counts(self, conn: sa.Connection, lineage: int, checkpoint: int) -> dict[str, int]:
+        """Slots by derived state; together they are what was issued (P7)."""
+        s, v, i, lease, slot = t.sample.c, t.verdict.c, t.plan_item.c, t.lease.c, t.slot.c
+        along = self._along(i.lineage, i.step, lineage)
+
+        def other(c: Any, o: Any) -> Any:
+            return sa.and_(o.run_id == c.run_id, o.ordinal == c.ordinal, o.sibling == c.sibling)
+
+        untouched = [~sa.exists().where(other(slot, o)) for o in (s, v)]
+        held = sa.exists().where(other(slot, lease), lease.incarnation.is_not(None))
+        return {
+            "issued": self._count(conn, t.slot),
+            "pending": self._count(conn, t.slot, *untouched, ~held),
+            "leased": self._count(conn, t.lease, lease.incarnation.is_not(None)),
+            "submitted": self._count(
+                conn, t.sample, ~sa.exists().where(other(s, v)), ~sa.exists().where(other(s, i), along)
+            ),
+            "planned": self._count(conn, t.plan_item, along, i.step > checkpoint),
+            "applied": self._count(conn, t.plan_item, along, i.step <= checkpoint),
+            "verdicts": self._count(conn, t.verdict),
+        }  # fmt: skip
+
+    def _group_totals(self, conn: sa.Connection, lineage: int) -> dict[str, int]:
+        p = t.plan.c
+        return {
+            "issued": self._count(conn, t.prompt_group),
+            "opened": self._frontier(conn).ordinal + 1,
+            "planned": self._scalar(
+                conn, sa.func.coalesce(sa.func.sum(p.n_groups), 0), t.plan, self._along(p.lineage, p.step, lineage)
+            ),
+            "refilled": self._count(conn, t.prompt_group, t.prompt_group.c.refills.is_not(None)),
+        }
+
+    def _failures(self, conn: sa.Connection) -> dict[str, int]:
+        """Failed attempts by reported reason; a silent worker's as ``lease_expired``."""
+        e = t.event.c
+        out: dict[str, int] = {}
+        query = (
+            sa.select(e.kind, e.detail_json, sa.func.count())
+            .where(e.run_id == self.run.run_id, e.kind == "failure_reported")
+            .group_by(e.kind, e.detail_json)
+        )
+        for _, detail_json, n in conn.execute(query):
+            detail = json.loads(detail_json)
+            name = f"{detail['status']}: {detail['reason']}"[:120]
+            out[name] = out.get(name, 0) + int(n)
+        for kind in SILENT_EVENTS:
+            if n := self._count(conn, t.event, e.kind == kind):
+                out[kind] = n
+        return dict(sorted(out.items()))
+
+    def _submits(self, conn: sa.Connection) -> dict[str, int]:
+        e = t.event.c
+        kinds = pairs(
+            conn.execute(
+                sa.select(e.kind, sa.func.count())
+                .where(e.run_id == self.run.run_id, e.kind.in_([f"submit_{o}" for o in SUBMIT_OUTCOMES] + ["sample_salvaged"]))
+                .group_by(e.kind)
+            )
+        )  # fmt: skip
+        counts = {"accepted": self._count(conn, t.sample)}
+        counts |= {outcome: kinds.get(f"submit_{outcome}", 0) for outcome in SUBMIT_OUTCOMES}
+        return counts | {"salvaged": kinds.get("sample_salvaged", 0)}
+
+    def _roles(self, conn: sa.Connection, now_us: int) -> list[dict]:
+        rows = conn.execute(sa.select(t.fence).where(t.fence.c.run_id == self.run.run_id).order_by(t.fence.c.role))
+        return [
+            {"role": r.role, "epoch": r.epoch, "holder": r.holder, "expires_in_s": round((r.expires_at_us - now_us) / 1e6, 3)}
+            for r in rows
+        ]
+
+    def _workers(self, conn: sa.Connection, now_us: int) -> list[dict]:
+        w, lease = t.worker.c, t.lease.c
+        held = pairs(
+            conn.execute(
+                sa.select(lease.incarnation, sa.func.count())
+                .where(lease.run_id == self.run.run_id, lease.incarnation.is_not(None)).group_by(lease.incarnation)
+            )
+        )  # fmt: skip
+        recent = now_us - int(max(self.rules.lease_ttl_s, RATE_WINDOW_S) * 1_000_000)
+        rows = conn.execute(
+            sa.select(t.worker).where(w.run_id == self.run.run_id, w.seen_at_us >= recent)
+            .order_by(w.seen_at_us.desc(), w.incarnation).limit(WORKERS_SHOWN)
+        )  # fmt: skip
+        return [
+            {
+                "incarnation": r.incarnation, "host": r.host, "engine": r.engine, "version": r.loaded_version,
+                "beat_age_s": round((now_us - r.seen_at_us) / 1e6, 3), "leases": held.get(r.incarnation, 0),
+            }
+            for r in rows
+        ]  # fmt: skip
+
+    def _rates(self, conn: sa.Connection, now_us: int) -> dict[str, float]:
+        """Over the last minute, or over the run where it is younger."""
+        s = t.sample.c
+        opened_us = self._scalar(conn, t.run.c.opened_at_us, t.run)
+        window_s = max(1.0, min(RATE_WINDOW_S, (now_us - opened_us) / 1e6))
+        since = now_us - int(window_s * 1_000_000)
+        # Samples are accepted in (nearly) rising order of ordinal, so the newest ones are looked at from the end.
+        newest = self._frontier(conn).ordinal
+        first = max(0, newest - 100_000)
+        n, tokens = conn.execute(
+            sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(s.n_tokens), 0))
+            .where(s.run_id == self.run.run_id, s.ordinal >= first, s.accepted_at_us >= since)
+        ).one()  # fmt: skip
+        return {"samples_per_s": round(n / window_s, 3), "tokens_per_s": round(int(tokens) / window_s, 3)}
+
+    def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict]:
+        """Metrics stored with finished plans along the ancestry, one dict per step in order."""
+        with self._read() as conn:
+            return self._step_rows(conn, lineage, first_step)
+
+    def _step_rows(self, conn: sa.Connection, lineage: int, first_step: int, *, newest: bool = False) -> list[dict]:
+        o = t.plan_outcome.c
+        query = sa.select(t.plan_outcome).where(
+            o.run_id == self.run.run_id, self._along(o.lineage, o.step, lineage), o.step >= first_step
+        )
+        query = query.order_by(o.step.desc()).limit(1) if newest else query.order_by(o.step)
+        return [
+            json.loads(r.metrics_json)
+            | {"step": r.step, "finished_at_s": r.finished_at_us / 1e6, "outcome": r.outcome, "reason": r.reason}
+            for r in conn.execute(query)
+        ]
+
+    def explain(self, key: SlotKey) -> dict:
+        """The whole story of one rollout in order: issue, leases, failures, tool calls, sample, plan, step, checkpoint.
+
+        Returns scalars for a summary and ``history``: entries with ``at_s``, ``what`` and the ids that matter.
+        Raises: UnknownSlot.
+        """
+        run_id, slot, g = self.run.run_id, t.slot.c, t.prompt_group.c
+        with self._read() as conn:
+            seed = conn.execute(
+                sa.select(slot.seed).where(slot.run_id == run_id, slot.ordinal == key.ordinal, slot.sibling == key.sibling)
+            ).scalar_one_or_none()
+            if seed is None:
+                last = self._next_ordinal(conn, run_id) - 1
+                raise UnknownSlot(f"run {run_id!r} has no sample {key}; ordinals go from 0 to {last}")
+            group = conn.execute(sa.select(t.prompt_group).where(g.run_id == run_id, g.ordinal == key.ordinal)).one()
+            refilled_by = conn.execute(
+                sa.select(g.ordinal).where(g.run_id == run_id, g.refills == key.ordinal)
+            ).scalar_one_or_none()
+            story: dict[str, Any] = {
+                "sample_id": str(key), "run_id": run_id, "state": "pending", "seed": seed, "stream": group.stream,
+                "task": group.task_json, "siblings": group.n_siblings, "refills": group.refills, "refilled_by": refilled_by,
+            }  # fmt: skip
+            history = [(group.issued_at_us, {"what": "issued", "ordinal": key.ordinal})]
+            history += self._event_history(conn, key)
+            history += self._tool_history(conn, key)
+            self._tell_lease(conn, key, story)
+            self._tell_sample(conn, key, story, history)
+            self._tell_verdict(conn, key, story, history)
+            self._tell_training(conn, key, story, history)
+        history.sort(key=lambda entry: entry[0])
+        story["history"] = [{"at_s": at_us / 1e6} | entry for at_us, entry in history]
+        return story
+
+    def _row(self, conn: sa.Connection, table: sa.Table, key: SlotKey) -> Any:
+        c = table.c
+        where = (c.run_id == self.run.run_id, c.ordinal == key.ordinal, c.sibling == key.sibling)
+        return conn.execute(sa.select(table).where(*where)).first()
+
+    def _event_history(self, conn: sa.Connection, key: SlotKey) -> list[tuple[int, dict]]:
+        e = t.event.c
+        here = sa.or_(e.sibling == key.sibling, e.sibling.is_(None))
+        rows = conn.execute(
+            sa.select(t.event).where(e.run_id == self.run.run_id, e.ordinal == key.ordinal, here).order_by(e.seq).limit(HISTORY_ROWS)
+        )
+        out = []
+        for r in rows:
+            ids = {"token": r.token, "worker": r.incarnation}
+            entry = {"what": r.kind} | {name: value for name, value in ids.items() if value is not None} | json.loads(r.detail_json)
+            out.append((r.at_us, entry))
+        return out
+
+    def _tool_history(self, conn: sa.Connection, key: SlotKey) -> list[tuple[int, dict]]:
+        out = []
+        for r in self._tool_rows(conn, key):
+            out.append((r.requested_at_us, {"what": "tool_called", "call": r.call_index, "tool": r.tool, "token": r.lease_token}))
+            if r.answered_at_us is not None:
+                out.append((r.answered_at_us, {"what": "tool_answered", "call": r.call_index}))
+        return out
+
+    def _tell_lease(self, conn: sa.Connection, key: SlotKey, story: dict) -> None:
+        lease = self._row(conn, t.lease, key)
+        if lease is not None:
+            story["state"] = "leased" if lease.incarnation else "pending"
+            story |= {"lease_token": lease.token, "attempt": lease.attempt, "worker": lease.incarnation}
+
+    def _tell_sample(self, conn: sa.Connection, key: SlotKey, story: dict, history: list) -> None:
+        s = self._row(conn, t.sample, key)
+        if s is None:
+            return
+        story |= {
+            "state": "submitted", "worker": s.incarnation, "attempt": s.attempt, "lease_token": s.lease_token,
+            "n_tokens": s.n_tokens, "versions": f"{s.version_min}..{s.version_max}", "reward": s.reward,
+            "reward_status": s.reward_status, "sandbox_status": s.sandbox_status, "finish_reason": s.finish_reason,
+            "generate_s": s.generate_s, "verify_s": s.verify_s, "payload_digest": s.payload_digest,
+        }  # fmt: skip
+        history.append((s.accepted_at_us, {"what": "sample_accepted", "token": s.lease_token, "worker": s.incarnation,
+                                           "reward": s.reward, "reward_status": s.reward_status}))  # fmt: skip
+
+    def _tell_verdict(self, conn: sa.Connection, key: SlotKey, story: dict, history: list) -> None:
+        verdict = self._row(conn, t.verdict, key)
+        if verdict is not None:
+            story |= {"state": verdict.kind, "reason": verdict.reason}
+            history.append((verdict.decided_at_us, {"what": "verdict", "verdict": verdict.kind, "reason": verdict.reason}))
+
+    def _tell_training(self, conn: sa.Connection, key: SlotKey, story: dict, history: list) -> None:
+        run_id, i, p, o, c = self.run.run_id, t.plan_item.c, t.plan.c, t.plan_outcome.c, t.checkpoint.c
+        lineage = self._newest_lineage()
+        item = conn.execute(
+            sa.select(t.plan_item).where(
+                i.run_id == run_id, i.ordinal == key.ordinal, i.sibling == key.sibling, self._along(i.lineage, i.step, lineage)
+            )
+        ).first()
+        if item is None:
+            return
+        here = {"lineage": item.lineage, "step": item.step}
+        plan = conn.execute(sa.select(t.plan).where(p.run_id == run_id, p.lineage == item.lineage, p.step == item.step)).one()
+        story |= {"state": "planned", "step": item.step, "position": item.pos, "lag": plan.base_version - int(
+            self._row(conn, t.sample, key).version_min)}  # fmt: skip
+        history.append((plan.planned_at_us, {"what": "planned", **here, "position": item.pos}))
+        end = conn.execute(
+            sa.select(t.plan_outcome).where(o.run_id == run_id, o.lineage == item.lineage, o.step == item.step)
+        ).first()
+        if end is not None:
+            history.append((end.finished_at_us, {"what": end.outcome, **here, "reason": end.reason}))
+        covering = conn.execute(
+            sa.select(t.checkpoint).where(
+                c.run_id == run_id, self._along(c.lineage, c.step, lineage), c.step >= item.step, c.state == "committed"
+            ).order_by(c.step).limit(1)
+        ).first()  # fmt: skip
+        if covering is not None:
+            story |= {"state": "applied", "checkpoint": covering.dir_name}
+            history.append((covering.committed_at_us, {"what": "checkpoint", "step": covering.step, "dir": covering.dir_name}))

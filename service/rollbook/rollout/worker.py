@@ -1,0 +1,289 @@
+"""The worker role: lease, generate, verify, submit, until the run drains or the process is told to stop.
+
+Owns the order of these steps and what happens to each leased slot. Never speaks SQL, never judges staleness, and never
+generates from weights that were not proven (``probe``). Upholds P1 (spool before submit), P6 (no value without a
+verifier's), P8 (leases are used only while confirmed), P11.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollbook.core.config import Config, WorkerConfig
+from rollbook.core.errors import ConfigError, NotReady, StaleWeights
+from rollbook.core.packing import unpack_i32
+from rollbook.core.ports import Engine, Generation, GenerationRequest, LedgerPort, SamplingSettings
+from rollbook.core.records import (
+    Blame,
+    FailureReport,
+    LeaseGrant,
+    LeaseReply,
+    PolicyVersion,
+    RewardStatus,
+    SandboxStatus,
+    ScheduleKind,
+    Submission,
+)
+from rollbook.observe.failpoints import failpoint
+from rollbook.rollout.delivery import Delivery, repeat_call
+from rollbook.rollout.engines import make_engine
+from rollbook.rollout.heartbeat import Heartbeat
+from rollbook.rollout.leases import LeaseNote
+from rollbook.rollout.model_files import prompt_error, read_model_files
+from rollbook.rollout.probe import load_verified
+from rollbook.rollout.spool import Spool
+from rollbook.rollout.verify import Judge, make_judge
+
+log = logging.getLogger(__name__)
+
+LEASE_WAIT_S = 2.0
+"""How long the ledger may hold a lease call that it cannot grant yet."""
+VERSION_WAIT_S = 60.0
+"""How long a worker asks again while the bytes of the version it wants are missing."""
+
+
+def worker_kind(config: Config, index: int) -> WorkerConfig:
+    """Configuration of the worker process ``index``; processes are counted over all ``[[workers]]`` in order."""
+    kinds = [kind for kind in config.workers for _ in range(kind.count)]
+    if not 0 <= index < len(kinds):
+        raise ConfigError(f"worker index {index}: the configuration has {len(kinds)} workers, counted from 0")
+    return kinds[index]
+
+
+def run_worker(
+    config: Config,
+    index: int,
+    client: LedgerPort,
+    beat_client: LedgerPort,
+    stop: threading.Event,
+    *,
+    engine_factory: Callable[[Config, WorkerConfig], Engine] = make_engine,
+) -> None:
+    """Work until the run drains or ``stop`` is set; the batch in hand is finished and submitted first.
+
+    Args:
+        client: for leases and submissions.
+        beat_client: for heartbeats, from a thread of its own.
+
+    Raises: Fenced, WrongRun, StaleWeights, DigestMismatch, ConfigError, Unavailable (out of patience; the spool stays).
+    """
+    kind = worker_kind(config, index)
+    incarnation = os.environ.get("ROLLBOOK_INCARNATION") or uuid.uuid4().hex
+    place = Path(config.run.dir) / "spool" / f"worker-{index}"
+    delivery = Delivery(client, Spool(place, config.run.id), stop)
+    note = LeaseNote(place / "leases.json", config.run.id)
+    delivery.send_spooled()
+    delivery.report(note.left_by(os.environ.get("ROLLBOOK_SUPERSEDES", "")))
+    judge = make_judge(config)
+    engine = engine_factory(config, kind)
+    try:
+        manifest = engine.manifest()
+        log.info("engine ready", extra={"event": "engine_ready", "manifest": json.dumps(manifest)})
+        labels = {"name": f"worker-{index}", "pid": os.getpid(), "engine": manifest}
+        repeat_call(
+            lambda: client.register_worker(incarnation, socket.gethostname(), kind.engine, json.dumps(labels)), stop
+        )
+        beat = Heartbeat(beat_client, incarnation, config.ledger.heartbeat_s, config.supervisor.stall_s).start()
+        try:
+            _Worker(config, kind, incarnation, client, beat, note, delivery, engine, judge, stop).run()
+        finally:
+            beat.stop()
+    finally:
+        engine.close()
+    log.info("worker done", extra={"event": "worker_done", **{o.value: n for o, n in delivery.outcomes.items()}})
+
+
+@dataclass(slots=True)
+class _Worker:
+    config: Config
+    kind: WorkerConfig
+    incarnation: str
+    client: LedgerPort
+    beat: Heartbeat
+    note: LeaseNote
+    delivery: Delivery
+    engine: Engine
+    judge: Judge
+    stop: threading.Event
+    loaded: PolicyVersion | None = None
+    missing_since: float | None = None
+    leases_asked: int = 0
+    sequence: int = 0
+    sampling: SamplingSettings = field(init=False)
+    vocab_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        s = self.config.sampling
+        self.sampling = SamplingSettings(s.temperature, s.max_new_tokens, s.ignore_eos)
+        self.vocab_size = read_model_files(self.config.model.path).vocab_size
+
+    def run(self) -> None:
+        """The loop; one turn is one lease call."""
+        while not self.stop.is_set() and not self.beat.draining:
+            self.beat.raise_failure()
+            if (newer := self._newer_head()) is not None:
+                self._load(newer)
+            asked_at = time.monotonic()
+            reply = self._lease()
+            if reply.wanted is not None:
+                self._load(reply.wanted)
+            elif reply.grants:
+                self._work(reply.grants, asked_at)
+            elif reply.drain:
+                return
+            else:
+                self.stop.wait(min(max(reply.retry_after_s, 0.02), self.config.ledger.heartbeat_s))
+
+    def _newer_head(self) -> PolicyVersion | None:
+        """The head, when the schedule lets the worker choose and it is newer than what is loaded."""
+        head, loaded = self.beat.head, self.loaded
+        if self.config.schedule.kind != ScheduleKind.BOUNDED or head is None or loaded is None:
+            return None
+        return head if head.lineage == loaded.lineage and head.version > loaded.version else None
+
+    def _lease(self) -> LeaseReply:
+        self.leases_asked += 1
+        request_id = f"{self.incarnation}.{self.leases_asked}"
+        try:
+            return repeat_call(
+                lambda: self.client.lease_slots(
+                    self.incarnation, self.loaded, self.kind.slots, wait_s=LEASE_WAIT_S, request_id=request_id
+                ),
+                self.stop,
+            )
+        except StaleWeights as error:
+            if self.loaded is None:
+                raise
+            # A fork republished this version with other weights: forget it, and be told what to load.
+            log.warning("loaded version was replaced", extra={"event": "version_replaced", "reason": str(error)})
+            self._set_loaded(None)
+            return LeaseReply((), None, 0.0)
+
+    def _load(self, version: PolicyVersion) -> None:
+        """Load and prove a version; missing bytes are asked for again until ``VERSION_WAIT_S`` is over."""
+        self._set_loaded(None)
+        try:
+            load_verified(self.engine, version, self.config.run.dir, self.kind.probe_tolerance)
+        except NotReady as error:
+            now = time.monotonic()
+            self.missing_since = self.missing_since or now
+            if now - self.missing_since > VERSION_WAIT_S:
+                raise NotReady(
+                    f"version {version.lineage}.{version.version} cannot be loaded for {VERSION_WAIT_S:.0f} s: {error}; "
+                    "check that the run directory is shared with this machine"
+                ) from error
+            self.stop.wait(0.5)
+            return
+        self.missing_since = None
+        self._set_loaded(version)
+
+    def _set_loaded(self, version: PolicyVersion | None) -> None:
+        self.loaded = version
+        self.beat.set_loaded(version)
+
+    def _work(self, grants: Sequence[LeaseGrant], asked_at: float) -> None:
+        """Generate, verify and submit one batch of leased slots."""
+        self.beat.hold(grants, asked_at)
+        self.note.write(self.incarnation, grants)
+        try:
+            failpoint("worker.after_lease")
+            self._check_version(grants)
+            usable = self._usable(grants, "generate")
+            ready, failures = self._screen(usable)
+            started = time.monotonic()
+            generations = self._generate(ready)
+            generate_s = time.monotonic() - started
+            failpoint("worker.after_generate")
+            submissions: list[Submission] = []
+            # A late sample may still be salvaged, so only a strict ledger makes finished work worthless.
+            strict = self.config.ledger.late_submit == "strict"
+            kept = {grant.key for grant in (self._usable(ready, "submit") if strict else ready)}
+            for grant, generation in zip(ready, generations, strict=True):
+                if grant.key in kept:
+                    result = self._verify(grant, generation, generate_s / len(ready))
+                    (submissions if isinstance(result, Submission) else failures).append(result)  # type: ignore[arg-type]
+            self.delivery.deliver(submissions)
+            self.delivery.report(failures)
+            self.note.write(self.incarnation, ())
+        finally:
+            self.beat.release(grants)
+
+    def _usable(self, grants: Sequence[LeaseGrant], step: str) -> list[LeaseGrant]:
+        """Leases that are still trusted; the others are left to the ledger, which leases them again."""
+        usable = [grant for grant in grants if self.beat.usable(grant)]
+        if len(usable) < len(grants):
+            log.warning("leases given up", extra={"event": "leases_given_up", "slots": len(grants) - len(usable), "before": step})
+        return usable
+
+    def _check_version(self, grants: Sequence[LeaseGrant]) -> None:
+        assert self.loaded is not None
+        mine = (self.loaded.lineage, self.loaded.version, self.loaded.digest)
+        for grant in grants:
+            if (grant.lineage, grant.version, grant.version_digest) != mine:
+                raise StaleWeights(
+                    f"slot {grant.key} is leased for version {grant.lineage}.{grant.version} {grant.version_digest[:12]}, but "
+                    f"{mine[0]}.{mine[1]} {mine[2][:12]} is loaded; restart the worker"
+                )
+
+    def _screen(self, grants: Sequence[LeaseGrant]) -> tuple[list[LeaseGrant], list[FailureReport]]:
+        """Slots that can be generated, and reports for those that cannot: one bad prompt must not cost a batch."""
+        ready: list[LeaseGrant] = []
+        failures: list[FailureReport] = []
+        for grant in grants:
+            prompt = tuple(unpack_i32(grant.prompt_ids))
+            reason = prompt_error(prompt, self.sampling.max_new_tokens, self.vocab_size, self.kind.max_model_len)
+            if reason:
+                failures.append(self._failure(grant, RewardStatus.INFRA_ERROR, Blame.INFRA, reason))
+            else:
+                ready.append(grant)
+        return ready, failures
+
+    def _generate(self, grants: Sequence[LeaseGrant]) -> list[Generation]:
+        requests = [GenerationRequest(g.key, tuple(unpack_i32(g.prompt_ids)), g.seed) for g in grants]
+        if not requests:
+            return []
+        try:
+            return self.engine.generate(requests, self.sampling)
+        except Exception as error:
+            # The process ends with this error; the slots are freed at once instead of after their TTL.
+            reason = f"engine: {type(error).__name__}: {error}"[:500]
+            self.delivery.report([self._failure(g, RewardStatus.INFRA_ERROR, Blame.INFRA, reason) for g in grants])
+            raise
+
+    def _verify(self, grant: LeaseGrant, generation: Generation, generate_s: float) -> Submission | FailureReport:
+        """A submission with a reward, or a report why there is none."""
+        trajectory = generation.trajectory
+        if trajectory.n_tokens == 0:
+            return self._failure(grant, RewardStatus.INFRA_ERROR, Blame.INFRA, "empty completion")
+        started = time.monotonic()
+        result = self.judge(trajectory.token_ids, grant.task_json)
+        if result.value is None:
+            return self._failure(grant, result.status, Blame.UNCLEAR, result.evidence or result.status.value)
+        self.sequence += 1
+        return Submission(
+            key=grant.key,
+            lease_token=grant.token,
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+            lineage=grant.lineage,
+            trajectory=trajectory,
+            reward=float(result.value),
+            reward_status=result.status,
+            sandbox_status=SandboxStatus.NOT_USED,
+            finish_reason=generation.finish_reason,
+            generate_s=generate_s,
+            verify_s=time.monotonic() - started,
+            evidence_json=json.dumps({"evidence": result.evidence}) if result.evidence else "{}",
+        )
+
+    def _failure(self, grant: LeaseGrant, status: RewardStatus, blame: Blame, reason: str) -> FailureReport:
+        return FailureReport(grant.key, grant.token, self.incarnation, status, blame, reason)

@@ -1,0 +1,366 @@
+"""What must hold of a finished run, judged from its database and files alone.
+
+Imports nothing of the product and uses no statement of it: plain SQL reads whole tables, everything else is computed here,
+digests included (sha256 over fields with an 8-byte little-endian length each). ``findings`` returns sentences; none means clean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Key = tuple[int, int]
+
+TABLES = (
+    "run", "config_revision", "lineage", "fence", "cursor", "prompt_group", "slot", "lease", "sample", "payload", "verdict",
+    "plan", "plan_item", "plan_outcome", "policy_version", "checkpoint", "event",
+)  # fmt: skip
+
+
+def read_ledger(url: str, run_id: str) -> dict[str, list[Row]]:
+    """Every row of one run, by table, through a read-only connection of our own."""
+    if url.startswith("postgresql"):
+        import psycopg
+
+        connection = psycopg.connect(url.replace("postgresql+psycopg://", "postgresql://"))
+        connection.read_only = True
+        mark = "%s"
+    else:
+        try:
+            from pysqlite3 import dbapi2 as sqlite
+        except ImportError:
+            import sqlite3 as sqlite  # type: ignore[no-redef]
+        connection = sqlite.connect(f"file:{url.removeprefix('sqlite:///')}?mode=ro", uri=True)
+        mark = "?"
+    try:
+        tables = {}
+        for table in TABLES:
+            cursor = connection.cursor()
+            cursor.execute(f"SELECT * FROM {table} WHERE run_id = {mark}", (run_id,))
+            names = [column[0] for column in cursor.description]
+            tables[table] = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+        return tables
+    finally:
+        connection.close()
+
+
+def sha(*fields: bytes | str | int) -> str:
+    """The documented digest: sha256 over length-prefixed fields."""
+    hasher = hashlib.sha256()
+    for field in fields:
+        data = field if isinstance(field, bytes) else str(field).encode()
+        hasher.update(len(data).to_bytes(8, "little") + data)
+    return hasher.hexdigest()
+
+
+def key_of(row: Row) -> Key:
+    return row["ordinal"], row["sibling"]
+
+
+def all_versions(payload: Row) -> bytes:
+    """Per-token versions; one stored int32 stands for all tokens."""
+    stored, n = bytes(payload["versions"]), len(payload["token_ids"]) // 4
+    return stored * n if len(stored) == 4 else stored
+
+
+def digest_of_bytes(sample: Row, payload: Row) -> str:
+    """A sample's digest from the bytes that are stored now."""
+    reward = b"" if sample["reward"] is None else struct.pack("<d", sample["reward"])
+    return sha(
+        "payload", bytes(payload["token_ids"]), bytes(payload["logprobs"]), all_versions(payload), bytes(payload["loss_mask"]),
+        reward, sample["reward_status"], sample["sandbox_status"], sample["finish_reason"], sample["lineage"],
+    )  # fmt: skip
+
+
+class Ledger:
+    """The rows of a run, with the few look-ups every check needs."""
+
+    def __init__(self, tables: dict[str, list[Row]]) -> None:
+        self.tables = tables
+        (self.run,) = tables["run"]
+        self.rules = json.loads(self.run["rules_json"])
+        self.samples = {key_of(r): r for r in tables["sample"]}
+        self.payloads = {key_of(r): r for r in tables["payload"]}
+        self.groups = {r["ordinal"]: r for r in tables["prompt_group"]}
+        self.verdicts = {key_of(r) for r in tables["verdict"]}
+        self.plans = {r["step"]: r for r in tables["plan"]}
+        self.items: dict[int, list[Row]] = defaultdict(list)
+        for item in sorted(tables["plan_item"], key=lambda r: (r["step"], r["pos"])):
+            self.items[item["step"]].append(item)
+        self.versions = {r["version"]: r for r in tables["policy_version"]}
+
+    def __getitem__(self, table: str) -> list[Row]:
+        return self.tables[table]
+
+
+def findings(tables: dict[str, list[Row]], run_dir: Path | None, *, steps: int, conflicts_allowed: bool = False) -> list[str]:
+    """Everything that is wrong with a finished run of ``steps`` steps, as ``check: detail``."""
+    ledger = Ledger(tables)
+    found: list[str] = []
+    for check in (samples, rewards, leases, plans, chain, versions, lag, conservation, epochs):
+        found += [f"{check.__name__}: {detail}" for detail in check(ledger)]
+    found += [f"steps: {detail}" for detail in _steps(ledger, steps)]
+    if not conflicts_allowed:
+        bad = Counter(r["kind"] for r in ledger["event"] if r["kind"] in ("submit_conflict", "submit_invalid"))
+        found += [f"submissions: {n} events {kind}" for kind, n in bad.items()]
+    if run_dir is not None:
+        found += [f"files: {detail}" for detail in files(ledger, run_dir)]
+    return found
+
+
+def samples(ledger: Ledger) -> Iterator[str]:
+    """One sample per slot, each with its payload, whose bytes have the recorded digest and describe the same rollout."""
+    for name, rows in (("sample", ledger["sample"]), ("payload", ledger["payload"])):
+        for key, n in Counter(map(key_of, rows)).items():
+            if n > 1:
+                yield f"slot {key} has {n} rows in {name}"
+    slots = set(map(key_of, ledger["slot"]))
+    for key in ledger.samples.keys() ^ ledger.payloads.keys():
+        yield f"slot {key} has a {'sample without payload' if key in ledger.samples else 'payload without sample'}"
+    for key in ledger.samples.keys() - slots:
+        yield f"sample {key} belongs to no slot"
+    for key in ledger.samples.keys() & ledger.payloads.keys():
+        sample, payload = ledger.samples[key], ledger.payloads[key]
+        if digest_of_bytes(sample, payload) != sample["payload_digest"]:
+            yield f"the bytes of sample {key} do not have the recorded digest"
+        n = len(payload["token_ids"]) // 4
+        logprobs = struct.unpack(f"<{n}f", bytes(payload["logprobs"]))
+        if sample["n_tokens"] != n or not all(math.isfinite(x) and x <= 1e-3 for x in logprobs):
+            yield f"sample {key} has {sample['n_tokens']} tokens recorded, {n} stored, or an impossible log-prob"
+        numbers = struct.unpack(f"<{n}i", all_versions(payload))
+        if (min(numbers), max(numbers)) != (sample["version_min"], sample["version_max"]):
+            yield f"sample {key} states other versions than its bytes"
+    for (incarnation, sequence), n in Counter((r["incarnation"], r["sequence"]) for r in ledger["sample"]).items():
+        if n > 1:
+            yield f"submission {sequence} of {incarnation} stands for {n} samples"
+
+
+def rewards(ledger: Ledger) -> Iterator[str]:
+    """The reward is what comparing the stored bytes with the slot's own task gives: a byte model, exact match."""
+    for key in ledger.samples.keys() & ledger.payloads.keys():
+        sample, tokens = ledger.samples[key], bytes(ledger.payloads[key]["token_ids"])
+        ids = struct.unpack(f"<{len(tokens) // 4}i", tokens)
+        text = bytes(i for i in ids if i < 256).decode(errors="replace").strip()
+        answer = json.loads(ledger.groups[key[0]]["task_json"])["answer"].strip()
+        if sample["reward_status"] != "given" or sample["reward"] != float(text == answer):
+            yield f"sample {key} says {text!r} for {answer!r} and has reward {sample['reward']} ({sample['reward_status']})"
+
+
+def leases(ledger: Ledger) -> Iterator[str]:
+    """Every sample was granted to exactly this worker under exactly this token and version; seeds come from the key."""
+    granted = {}
+    for event in ledger["event"]:
+        if event["kind"] == "lease_granted":
+            detail = json.loads(event["detail_json"])
+            place = (*key_of(event), event["token"])
+            if place in granted:
+                yield f"token {place} was granted twice"
+            granted[place] = (event["incarnation"], detail["lineage"], detail["version"])
+    for key, sample in ledger.samples.items():
+        stated = (sample["incarnation"], sample["lineage"], sample["version_max"])
+        if granted.get((*key, sample["lease_token"])) != stated:
+            yield f"sample {key}: {stated} under token {sample['lease_token']} was not granted"
+    for slot in ledger["slot"]:
+        seed = int(sha("seed", ledger.rules["config_seed"], slot["ordinal"], slot["sibling"])[:16], 16) % 2**31
+        if slot["seed"] != seed:
+            yield f"slot {key_of(slot)} has seed {slot['seed']}, its key gives {seed}"
+
+
+def _steps(ledger: Ledger, steps: int) -> Iterator[str]:
+    """Steps 1..N, each planned once and ended once, each with its version."""
+    wanted = list(range(1, steps + 1))
+    for table in ("plan", "plan_outcome"):
+        if sorted(r["step"] for r in ledger[table]) != wanted:
+            yield f"{table} has steps {sorted(r['step'] for r in ledger[table])}, expected 1..{steps}"
+    if sorted(r["version"] for r in ledger["policy_version"]) != [0, *wanted]:
+        yield f"versions are {sorted(ledger.versions)}, expected 0..{steps}"
+
+
+def plans(ledger: Ledger) -> Iterator[str]:
+    """No sample in two plans; whole groups, oldest first, with the samples' own digests and rewards."""
+    for key, n in Counter(map(key_of, ledger["plan_item"])).items():
+        if n > 1:
+            yield f"sample {key} is in {n} plan items"
+    last = -1
+    for step, plan in sorted(ledger.plans.items()):
+        items = ledger.items[step]
+        if [i["pos"] for i in items] != list(range(plan["n_items"])):
+            yield f"step {step} has positions {[i['pos'] for i in items]}, planned were {plan['n_items']}"
+        ordinals = sorted({i["ordinal"] for i in items})
+        if len(ordinals) != plan["n_groups"] or plan["n_groups"] != ledger.rules["groups_per_step"]:
+            yield f"step {step} has groups {ordinals}, planned were {plan['n_groups']}"
+        if ordinals and (ordinals[0] <= last or [key_of(i) for i in items] != sorted(map(key_of, items))):
+            yield f"step {step} does not take the oldest groups in order"
+        last = ordinals[-1] if ordinals else last
+        members = {(o, s) for o in ordinals for s in range(ledger.groups[o]["n_siblings"])} - ledger.verdicts
+        if members != set(map(key_of, items)):
+            yield f"step {step} splits groups at {sorted(members ^ set(map(key_of, items)))}"
+        for item in items:
+            sample = ledger.samples.get(key_of(item))
+            if sample is None:
+                yield f"step {step} trains {key_of(item)}, which has no sample"
+            elif (item["payload_digest"], item["reward"]) != (sample["payload_digest"], sample["reward"]):
+                yield f"step {step} trains {key_of(item)} under another digest or reward than the sample's"
+    for step in ledger.items.keys() - ledger.plans.keys():
+        yield f"items of step {step} have no plan"
+
+
+def chain(ledger: Ledger) -> Iterator[str]:
+    """The chain of plan digests, computed again from the first row."""
+    previous = sha("genesis", ledger.run["run_id"], ledger.rules["config_seed"])
+    at = {0: previous}
+    for step, plan in sorted(ledger.plans.items()):
+        fields: list[str | int] = ["items"]
+        for item in ledger.items[step]:
+            fields += [item["pos"], item["ordinal"], item["sibling"], item["payload_digest"], int(item["valid"])]
+        content = sha(*fields)
+        previous = at[step] = sha("chain", previous, step, content)
+        if (plan["items_digest"], plan["chain_digest"]) != (content, previous):
+            yield f"step {step} does not continue the chain"
+    for row in ledger["checkpoint"]:
+        if at.get(row["step"]) != row["chain_digest"]:
+            yield f"checkpoint {row['step']} carries another chain digest"
+
+
+def versions(ledger: Ledger) -> Iterator[str]:
+    """Every ended step has a version row, written after its outcome, which was written after its plan."""
+    for row in ledger["plan_outcome"]:
+        step, version = row["step"], ledger.versions.get(row["step"])
+        if version is None:
+            yield f"step {step} ended as {row['outcome']} without a version"
+        elif step in ledger.plans and not (
+            ledger.plans[step]["planned_at_us"] <= row["finished_at_us"] <= version["published_at_us"]
+        ):
+            yield f"step {step} was not planned, ended and published in this order"
+
+
+def lag(ledger: Ledger) -> Iterator[str]:
+    """No planned token older than the bound or newer than the step's base; in fixed lag exactly the due version."""
+    bound = {r["revision"]: r["max_lag_versions"] for r in ledger["config_revision"]}
+    fixed = ledger.rules["schedule"] == "fixed"
+    for step, plan in ledger.plans.items():
+        if plan["base_version"] != step - 1:
+            yield f"step {step} trains from version {plan['base_version']}"
+        for item in ledger.items[step]:
+            payload = ledger.payloads.get(key_of(item))
+            if payload is None:
+                continue
+            numbers = set(struct.unpack(f"<{len(payload['token_ids']) // 4}i", all_versions(payload)))
+            if min(numbers) < step - 1 - bound[plan["revision"]] or max(numbers) > step - 1:
+                yield f"step {step} trains {key_of(item)} of versions {sorted(numbers)}"
+            if fixed and numbers != {max(0, step - 1 - ledger.rules["fixed_lag_versions"])}:
+                yield f"step {step} trains {key_of(item)} of versions {sorted(numbers)}, not of the one that was due"
+
+
+def conservation(ledger: Ledger) -> Iterator[str]:
+    """Ordinals without gaps, cursors behind them, and every slot in exactly one state."""
+    if sorted(ledger.groups) != list(range(len(ledger.groups))):
+        yield f"ordinals are {sorted(ledger.groups)}"
+    for row in ledger["cursor"]:
+        if row["next_ordinal"] != len(ledger.groups):
+            yield f"cursor {row['stream']} stands at {row['next_ordinal']} after {len(ledger.groups)} groups"
+    issued = {(o, s) for o, group in ledger.groups.items() for s in range(group["n_siblings"])}
+    if issued != set(map(key_of, ledger["slot"])):
+        yield f"slots differ from the groups' members at {sorted(issued ^ set(map(key_of, ledger['slot'])))[:10]}"
+    leased, planned = set(map(key_of, ledger["lease"])), set(map(key_of, ledger["plan_item"]))
+    for key in issued:
+        state = (key in leased, key in ledger.samples, key in ledger.verdicts, key in planned)
+        if state not in _STATES:
+            yield f"slot {key} is at once (leased, submitted, ended, planned) = {state}"
+
+
+_STATES = {
+    (False, False, False, False), (True, False, False, False), (False, True, False, False), (False, True, False, True),
+    (False, False, True, False), (False, True, True, False),
+}  # fmt: skip
+"""Pending, leased, submitted, planned, ended without a sample, ended with one."""
+
+
+def epochs(ledger: Ledger) -> Iterator[str]:
+    """No row of an older holder behind one of a newer: epochs never fall along the steps or exceed the fence."""
+    newest = {row["role"]: row["epoch"] for row in ledger["fence"]}["learner"]
+    for table, column in (("plan", "step"), ("plan_outcome", "step"), ("policy_version", "version")):
+        seen = [row["epoch"] for row in sorted(ledger[table], key=lambda r, c=column: r[c])]
+        if seen != sorted(seen) or (seen and seen[-1] > newest):
+            yield f"epochs of {table} are {seen}, the fence is at {newest}"
+    planned = {row["step"]: row["epoch"] for row in ledger["plan"]}
+    for row in ledger["plan_outcome"]:
+        if row["epoch"] < planned.get(row["step"], 0):
+            yield f"step {row['step']} was ended by an older learner than planned it"
+
+
+def files(ledger: Ledger, run_dir: Path) -> Iterator[str]:
+    """Committed checkpoints and kept versions are whole on disk; nothing finished is left undelivered or set aside."""
+    committed = sorted((r for r in ledger["checkpoint"] if r["state"] == "committed"), key=lambda r: r["step"])
+    if len(committed) < 2 or committed[-1]["step"] != max(ledger.plans, default=0):
+        yield f"committed checkpoints are {[r['step'] for r in committed]}"
+    for row in committed:
+        directory = run_dir / "checkpoints" / row["dir_name"]
+        manifest = directory / "MANIFEST.json"
+        if not manifest.exists() or hashlib.sha256(manifest.read_bytes()).hexdigest() != row["manifest_digest"]:
+            yield f"checkpoint {row['step']}: manifest missing or not the committed one"
+            continue
+        for name, stated in json.loads(manifest.read_text())["files"].items():
+            if hashlib.sha256((directory / name).read_bytes()).hexdigest() != stated["sha256"]:
+                yield f"checkpoint {row['step']}: {name} differs from its manifest"
+    newest = max(ledger.versions, default=-1)
+    for number, row in ledger.versions.items():
+        weights = run_dir / row["path"] / "model.safetensors"
+        if weights.exists() and weights_digest(weights.read_bytes()) != row["digest"]:
+            yield f"version {number}: the weights on disk have another digest"
+        if number == newest and not weights.exists():
+            yield f"version {number}: no weights on disk"
+    done = ledger.samples.keys() | ledger.verdicts
+    for path in sorted((run_dir / "spool").glob("*/*")):
+        if path.suffix == ".aside":
+            yield f"{path.name} was set aside"
+        elif path.suffix == ".sample" and _spooled_key(path.read_bytes()) not in done:
+            yield f"{path.name}: a finished rollout was never delivered"
+
+
+def _spooled_key(data: bytes) -> Key:
+    start = len(b"rollbook spool 1\n")
+    (length,) = struct.unpack_from("<I", data, start)
+    ordinal, sibling = json.loads(data[start + 4 : start + 4 + length])["key"]
+    return ordinal, sibling
+
+
+def weights_digest(file: bytes) -> str:
+    """sha256 over name, dtype, shape and bytes of every tensor of a safetensors file, in order of name."""
+    (length,) = struct.unpack_from("<Q", file)
+    header = json.loads(file[8 : 8 + length])
+    hasher = hashlib.sha256(b"rollbook weights 1")
+    for name in sorted(set(header) - {"__metadata__"}):
+        entry = header[name]
+        start, end = entry["data_offsets"]
+        shape = ",".join(map(str, entry["shape"]))
+        for field in (name.encode(), entry["dtype"].encode(), shape.encode(), file[8 + length + start : 8 + length + end]):
+            hasher.update(len(field).to_bytes(8, "little") + field)
+    return hasher.hexdigest()
+
+
+def identity(tables: dict[str, list[Row]]) -> dict[str, Any]:
+    """All that a whole run computed, and nothing of who computed it when: equal for equal runs (oracle W)."""
+    ledger = Ledger(tables)
+    planned = {}
+    for item in ledger["plan_item"]:
+        key = key_of(item)
+        payload, sample = ledger.payloads[key], ledger.samples[key]
+        planned[(item["step"], item["pos"])] = (
+            key, bytes(payload["token_ids"]), bytes(payload["logprobs"]), all_versions(payload), sample["reward"],
+            sample["payload_digest"], sample["finish_reason"],
+        )  # fmt: skip
+    return {
+        "prompts": {o: (bytes(g["prompt_ids"]), json.loads(g["task_json"])["answer"]) for o, g in ledger.groups.items()},
+        "planned": planned,
+        "versions": {number: row["digest"] for number, row in ledger.versions.items()},
+        "chain": {step: row["chain_digest"] for step, row in ledger.plans.items()},
+        "outcomes": {row["step"]: (row["outcome"], row["reason"]) for row in ledger["plan_outcome"]},
+    }
