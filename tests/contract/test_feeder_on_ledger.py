@@ -17,10 +17,10 @@ import pytest
 from ledger_support import version
 
 from rollbook.core.config import Config
-from rollbook.core.records import Role, RunRecord
+from rollbook.core.records import TASK_STREAM, Role, RunRecord
 from rollbook.ledger.ledger import Ledger
 from rollbook.observe import failpoints
-from rollbook.tasks.feeder import STREAM, run_feeder
+from rollbook.tasks.feeder import run_feeder
 from rollbook.tasks.stream import task_order
 from rollbook.tasks.tokenizer import load_tokenizer
 from task_fixtures import make_config, numbered_tasks, write_byte_tokenizer
@@ -101,7 +101,7 @@ def issued(config: Config) -> list[tuple[int, str, bytes]]:
         ledger.register_worker("worker", "host", "engine")
         grants = ledger.lease_slots("worker", version(0), 1000).grants
         assert ledger.audit() == []
-        assert ledger.cursor(STREAM).next_ordinal * config.learner.group_size == len(grants)
+        assert ledger.cursor(TASK_STREAM).next_ordinal * config.learner.group_size == len(grants)
     firsts = [grant for grant in grants if grant.key.sibling == 0]
     return [(grant.key.ordinal, json.loads(grant.task_json)["prompt"], grant.prompt_ids) for grant in firsts]
 
@@ -130,7 +130,7 @@ def test_a_terminated_feeder_leaves_cleanly_and_its_successor_need_not_wait(conf
     assert exit_code(process) == 0
     with open_ledger(config, "reader") as ledger:
         assert ledger.acquire_role(Role.FEEDER, "another", 60.0).epoch == 2
-        assert ledger.cursor(STREAM).next_ordinal == 4
+        assert ledger.cursor(TASK_STREAM).next_ordinal == 4
     assert [(ordinal, prompt) for ordinal, prompt, _ in issued(config)] == expected(4)
 
 
@@ -142,5 +142,5 @@ def test_the_last_task_of_the_last_epoch_stores_the_exhausted_flag(config: Confi
     process, _ = start(short, TASKS, 0)
     assert exit_code(process) == 0
     with open_ledger(short, "reader") as ledger:
-        assert ledger.cursor(STREAM).exhausted
+        assert ledger.cursor(TASK_STREAM).exhausted
     assert [(ordinal, prompt) for ordinal, prompt, _ in issued(short)] == expected(TASKS)

@@ -86,7 +86,7 @@ def test_a_run_publishes_every_version_and_commits_checkpoints(config, monkeypat
     metrics = json.loads(ledger.metrics[3])
     assert metrics["reward_mean"] is not None and metrics["seconds_plan_wait"] >= 0
     kept = sorted(int(path.name.split(".")[1]) for path in (config_dir(config) / "versions").iterdir())
-    assert kept == [3, 4, 5, 6]
+    assert kept == [0, 3, 4, 5, 6]
 
 
 def test_oracle_r_agrees_with_the_run_and_writes_nothing(config, monkeypatch):

@@ -19,6 +19,8 @@ from rollbook.learner.replay import replay
 from rollbook.ledger.ledger import Ledger
 from rollbook.observe import failpoints
 from rollbook.observe.failpoints import FailpointRaised
+from rollbook.rpc.client import LedgerClient
+from rollbook.rpc.server import serve
 
 STEPS = 5
 
@@ -34,8 +36,8 @@ def fixed_config(model_dir, run_dir, lag: int = 1):
 
 
 @contextmanager
-def service(config):
-    """An open ledger with its groups, and a worker."""
+def service(config, *, over_rpc: bool = False):
+    """An open ledger with its groups, and a worker; yields the ledger or a client of its server."""
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(f"sqlite:///{run_dir / 'ledger.sqlite'}", holder="server", role_ttl_s=60.0)
@@ -44,10 +46,15 @@ def service(config):
         feed(ledger, steps_of(config) + config.learner.groups_per_step)
         worker = Worker(ledger)
         worker.start()
+        server = serve(ledger, "127.0.0.1:0", run_id=config.run.id) if over_rpc else None
+        client = LedgerClient(server.address, config.run.id) if server else None
         try:
-            yield ledger
+            yield client or ledger
         finally:
             worker.stop()
+            if server and client:
+                client.close()
+                server.stop(1.0)
     finally:
         ledger.close()
 
@@ -108,9 +115,10 @@ def test_a_killed_run_in_fixed_lag_is_the_same_run(model_dir, tmp_path, monkeypa
     assert final_digest(killed) == final_digest(quiet)
 
 
-def test_a_killed_run_in_bounded_lag_agrees_with_oracle_r(model_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("over_rpc", [False, True], ids=["in process", "over rpc"])
+def test_a_killed_run_in_bounded_lag_agrees_with_oracle_r(model_dir, tmp_path, monkeypatch, over_rpc):
     config = make_config(model_dir, tmp_path / "run", steps=STEPS, every_steps=2)
-    with service(config) as ledger:
+    with service(config, over_rpc=over_rpc) as ledger:
         live(config, ledger, monkeypatch, [*CRASHES, ""])
         result = replay(config, ledger, STEPS)
         assert result["equal"] and result["versions_compared"] == STEPS + 1

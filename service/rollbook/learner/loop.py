@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.core.config import Config
-from rollbook.core.errors import ChainMismatch, NotReady, ReplayDiverged, Unavailable
+from rollbook.core.errors import ChainMismatch, NotReady, ReplayDiverged
 from rollbook.core.idempotency import chain_digest, items_digest
 from rollbook.core.ports import LedgerPort
-from rollbook.core.records import TASK_STREAM, Plan, PlanOutcome, PolicyVersion, Role, SampleData
+from rollbook.core.records import TASK_STREAM, Plan, PlanOutcome, PolicyVersion, Role
 from rollbook.learner.checkpoint import Checkpoints
 from rollbook.learner.collate import collate
 from rollbook.learner.model import load_policy
@@ -38,8 +38,6 @@ PLAN_WAIT_S = 2.0
 
 REPORT_EVERY_S = 30.0
 """Interval of the log lines that say what a waiting learner lacks."""
-
-FETCH_ATTEMPTS_MAX = 3
 
 
 def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bool:
@@ -84,6 +82,8 @@ class Learner:
     recorded: dict[int, PolicyVersion]
     last_planned_step: int
     seconds_waited: float = 0.0
+    seconds_published: float = 0.0
+    seconds_checkpointed: float = 0.0
 
     @property
     def step(self) -> int:
@@ -129,9 +129,12 @@ class Learner:
             self.trainer.skip_step()
         else:
             self._finish(plan, self._train(plan))
+        started = time.monotonic()
         self._publish(plan)
+        self.seconds_published, started = time.monotonic() - started, time.monotonic()
         if self.step % self.config.checkpoint.every_steps == 0:
             self.checkpoint()
+        self.seconds_checkpointed = time.monotonic() - started
 
     def _check_chain(self, plan: Plan) -> None:
         expected = chain_digest(self.trainer.progress.chain_digest, plan.step, items_digest(plan.items))
@@ -142,23 +145,17 @@ class Learner:
 
     def _train(self, plan: Plan) -> StepResult:
         started = time.monotonic()
-        samples = self._payloads(plan)
+        samples = list(self.client.payloads(plan.lineage, plan.step))
         lag_max = self.config.rules().max_lag_versions
         batch = collate(plan, samples, vocab_size=self.trainer.policy.vocab_size, max_lag_versions=lag_max)
         seconds_fetch = time.monotonic() - started
         result = self.trainer.train_step(batch)
         failpoint("learner.after_step")
-        result.metrics.update(seconds_plan_wait=self.seconds_waited, seconds_fetch=seconds_fetch)
+        result.metrics.update(
+            seconds_plan_wait=self.seconds_waited, seconds_fetch=seconds_fetch, seconds_publish_before=self.seconds_published,
+            seconds_checkpoint_before=self.seconds_checkpointed,
+        )  # fmt: skip
         return result
-
-    def _payloads(self, plan: Plan) -> list[SampleData]:
-        for attempt in range(1, FETCH_ATTEMPTS_MAX + 1):
-            try:
-                return list(self.client.payloads(plan.lineage, plan.step))
-            except Unavailable:
-                if attempt == FETCH_ATTEMPTS_MAX:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
 
     def _finish(self, plan: Plan, result: StepResult) -> None:
         if plan.outcome is not None and plan.outcome is not result.outcome:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,7 @@ def load_policy(config: Config) -> Policy:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {config.model.path!r}: no loadable causal language model there: {error}") from error
     return Policy(
-        model.to(device),
+        model.to(device),  # type: ignore[arg-type]  # the library's wrapper hides torch's signature
         temperature=config.sampling.temperature,
         autocast=torch.bfloat16 if settings.autocast else None,
         gradient_checkpointing=settings.gradient_checkpointing,
@@ -117,7 +118,7 @@ class Policy:
         self.model = model
         self.device = model.device
         self.temperature = temperature
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.vocab_size = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._autocast = autocast
         _switch_dropout_off(model)
         model.eval()
@@ -238,5 +239,5 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - modules declare their attributes as tensors
 

@@ -144,8 +144,7 @@ class Publisher:
     def retain(self, lineage: int, head_version: int, max_lag_versions: int, checkpoint_steps: Collection[int]) -> list[str]:
         """Delete versions nobody can need: neither within ``max_lag_versions + 2`` of the head nor a kept checkpoint's.
 
-        Version 0 stays: evaluations compare with the start.
-
+        Version 0 stays, because evaluations compare with the start.
         A slot is sampled under a version at most ``max_lag_versions`` behind the step that trains it, in both
         schedules, so the window covers live leases, unplanned samples and fixed-lag slots. Returns the deleted names.
         """

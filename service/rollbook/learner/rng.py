@@ -8,7 +8,7 @@ same, so that code a user adds between steps resumes exactly (P4).
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ def decode(text: str) -> torch.Tensor:
 def capture_globals() -> dict[str, Any]:
     """State of every global generator, JSON-able; CUDA devices only once CUDA is in use in this process."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    name, keys, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     return {
         "python": [version, list(words), gauss],

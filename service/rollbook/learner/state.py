@@ -96,6 +96,6 @@ def tensors_digest(tensors: dict[str, Tensor]) -> str:
     for name, tensor in views.items():
         if tensor.dtype not in _SAFETENSORS_DTYPES:
             raise ConfigError(f"tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot hold")
-        data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
         items.append((name, _SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), data))
     return weights_digest(items)

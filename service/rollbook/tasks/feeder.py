@@ -18,7 +18,7 @@ from contextlib import suppress
 from rollbook.core.config import Config
 from rollbook.core.errors import CursorMoved, NotReady, RoleHeld, RollbookError, TaskError, Unavailable
 from rollbook.core.ports import LedgerPort
-from rollbook.core.records import Cursor, GroupSpec, Role, RoleTerm, ScheduleKind
+from rollbook.core.records import TASK_STREAM, Cursor, GroupSpec, Role, RoleTerm, ScheduleKind
 from rollbook.observe.failpoints import failpoint
 from rollbook.tasks.prompts import PromptEncoder, make_encoder
 from rollbook.tasks.sources import TaskSource, load_source
@@ -26,8 +26,6 @@ from rollbook.tasks.stream import Drawn, TaskStream
 
 log = logging.getLogger(__name__)
 
-STREAM = "train"
-"""Name of the training tasks' stream in the ledger."""
 
 _POLL_S = 0.25
 _GROUPS_PER_APPEND_MAX = 256
@@ -137,7 +135,7 @@ class Feeder:
 
     def _feed(self, term: RoleTerm) -> tuple[bool, bool]:
         """Append the groups wanted now, if any; returns (nothing will be wanted again, nothing was wanted now)."""
-        cursor = self._client.cursor(STREAM)
+        cursor = self._client.cursor(TASK_STREAM)
         stream = self._stream_at(cursor)
         if stream.exhausted or self._is_covered(cursor):
             self._log_end(cursor, stream)
