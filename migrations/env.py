@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from alembic import context
+
 from rollbook.core.clock import SystemClock
 from rollbook.ledger.dialects import Database
 from rollbook.ledger.schema import PARTITIONED, metadata

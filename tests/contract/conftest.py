@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 from ledger_support import Scene, run_record
 from postgres_server import NotObtainable, PostgresServer
+
 from rollbook.ledger import migrate
 from rollbook.ledger import schema as t
 from rollbook.ledger.ledger import Ledger
@@ -17,6 +18,10 @@ from rollbook.ledger.ledger import Ledger
 _databases = itertools.count()
 WIDTH = 4
 """Ordinals per partition: small, so that every test crosses several."""
+
+
+PARTITIONS_KEPT = 4
+"""Partitions that stay from test to test; planning over very many of them is slow."""
 
 
 class ManualClock:
@@ -46,11 +51,39 @@ def postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture(scope="session")
-def postgres_template(postgres: PostgresServer) -> str:
-    """A migrated database that every test gets a copy of."""
-    _create_database(postgres, "ledger_template", "template0")
-    migrate.upgrade(postgres.url("ledger_template"))
-    return "ledger_template"
+def postgres_pool(postgres: PostgresServer) -> PostgresPool:
+    return PostgresPool(postgres)
+
+
+class PostgresPool:
+    """One migrated database that tests use in turn, emptied in between; a test that changed its schema gets it replaced."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self._server = server
+        self._current = ""
+
+    def take(self) -> str:
+        if not self._current:
+            name = f"ledger_{next(_databases)}"
+            _create_database(self._server, name, "template0")
+            self._current = self._server.url(name)
+            migrate.upgrade(self._current)
+        return self._current
+
+    def give_back(self, url: str) -> None:
+        if url in _changed_schema:
+            self._current = ""
+            return
+        with _Committing(url) as conn:
+            names = conn.exec_driver_sql("SELECT relname FROM pg_class WHERE relispartition AND relkind = 'r'").scalars().all()
+            for name in names:
+                if int(name.rsplit("_", 1)[-1]) > PARTITIONS_KEPT * WIDTH:
+                    conn.exec_driver_sql(f"DROP TABLE {name}")
+            for table in reversed(t.metadata.sorted_tables):
+                conn.execute(sa.delete(table))
+
+
+_changed_schema: set[str] = set()
 
 
 def _create_database(server: PostgresServer, name: str, template: str) -> None:
@@ -75,11 +108,11 @@ def sqlite_url(tmp_path: Path, sqlite_template: Path) -> str:
 
 
 @pytest.fixture
-def postgres_url(request: pytest.FixtureRequest) -> str:
-    server, template = request.getfixturevalue("postgres"), request.getfixturevalue("postgres_template")
-    name = f"ledger_{next(_databases)}"
-    _create_database(server, name, template)
-    return server.url(name)
+def postgres_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    pool = request.getfixturevalue("postgres_pool")
+    url = pool.take()
+    yield url
+    pool.give_back(url)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -142,6 +175,10 @@ class Bench:
         with self.connect() as conn:
             return [tuple(r) for r in conn.execute(sa.text(statement))]
 
+    def schema_is_changed(self) -> None:
+        """Say that this database can not be used by another test."""
+        _changed_schema.add(self.url)
+
     def finish(self) -> None:
         for ledger in self.ledgers:
             if ledger._run is not None and ledger._fenced is None and not ledger._bell.closed:
@@ -188,5 +225,3 @@ def sqlite_bench(sqlite_url: str, clock: ManualClock) -> Iterator[Bench]:
     made = Bench(sqlite_url, clock)
     yield made
     made.finish()
-
-

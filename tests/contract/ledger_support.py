@@ -86,7 +86,9 @@ class Scene:
     def head(self) -> PolicyVersion:
         return self.ledger.versions(0)[-1]
 
-    def lease(self, n: int = 100, incarnation: str = "", loaded: PolicyVersion | None = None, request_id: str = "") -> tuple[LeaseGrant, ...]:
+    def lease(
+        self, n: int = 100, incarnation: str = "", loaded: PolicyVersion | None = None, request_id: str = ""
+    ) -> tuple[LeaseGrant, ...]:
         return self.ledger.lease_slots(incarnation or self.incarnation, loaded or self.head(), n, request_id=request_id).grants
 
     def submit(self, grants: Sequence[LeaseGrant], incarnation: str = "", **changes: object) -> list[SubmitOutcome]:

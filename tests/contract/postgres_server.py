@@ -59,7 +59,9 @@ class PostgresServer:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         try:
-            self._run("initdb", "-D", str(self.data), "-U", "rollbook", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-instructions")
+            self._run(
+                "initdb", "-D", str(self.data), "-U", "rollbook", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-instructions"
+            )
             with (self.data / "postgresql.conf").open("a") as conf:
                 conf.write(
                     f"listen_addresses = '127.0.0.1'\nport = {self.port}\nunix_socket_directories = '{self.root}'\n"

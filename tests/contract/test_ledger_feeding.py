@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from conftest import WIDTH, Bench
 from ledger_support import STREAM, Scene, group
+
+from conftest import WIDTH, Bench
 from rollbook.core.errors import CursorMoved, InvalidRequest
 from rollbook.core.idempotency import sample_seed
 from rollbook.core.records import Cursor, GroupSpec, ScheduleKind, SlotKey

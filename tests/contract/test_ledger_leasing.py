@@ -6,8 +6,9 @@ import dataclasses
 import threading
 
 import pytest
-from conftest import Bench
 from ledger_support import Scene, key, version
+
+from conftest import Bench
 from rollbook.core.errors import InvalidRequest, StaleWeights
 from rollbook.core.records import PolicyVersion, ScheduleKind, SlotKey, SubmitOutcome
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from conftest import Bench
 from ledger_support import STREAM, Scene, group, run_record, version
+
+from conftest import Bench
 from rollbook.core.errors import (
     ConfigMismatch,
     Fenced,
@@ -18,7 +19,7 @@ from rollbook.core.errors import (
     ServerFenced,
     WrongRun,
 )
-from rollbook.core.records import Checkpoint, Cursor, PlanOutcome, Role
+from rollbook.core.records import Cursor, PlanOutcome, Role
 
 
 def test_opening_a_run_twice_changes_nothing(bench: Bench) -> None:

@@ -7,8 +7,9 @@ import struct
 import threading
 
 import pytest
-from conftest import Bench
 from ledger_support import Scene, sample_for, trajectory, version
+
+from conftest import Bench
 from rollbook.core.errors import DigestMismatch, InvalidRequest, NotFound, UnknownSlot
 from rollbook.core.records import (
     LeaseGrant,
@@ -166,7 +167,7 @@ def test_tokens_are_bounded(bench: Bench, n: int, outcome: SubmitOutcome) -> Non
 def test_payload_bytes_are_bounded(bench: Bench, n: int, outcome: SubmitOutcome) -> None:
     s, (grant,) = leased(bench)
     s.ledger.close()
-    s.ledger = bench.open(payload_bytes_max=120)
+    s.ledger = bench.open(payload_bytes_max=122)
     s.ledger.open_run(s.record)
     result = one(s, sample_for(grant, s.incarnation, trajectory=trajectory(n)))
     assert result.outcome is outcome, result
@@ -184,7 +185,9 @@ def test_payload_bytes_are_bounded(bench: Bench, n: int, outcome: SubmitOutcome)
         (float("inf"), RewardStatus.GIVEN, False),
     ],
 )
-def test_a_reward_stands_only_where_a_verifier_gave_one(bench: Bench, reward: float | None, status: RewardStatus, fine: bool) -> None:
+def test_a_reward_stands_only_where_a_verifier_gave_one(
+    bench: Bench, reward: float | None, status: RewardStatus, fine: bool
+) -> None:
     s, (grant,) = leased(bench, survivors_min=1)
     result = one(s, sample_for(grant, s.incarnation, reward=reward, reward_status=status))
     assert result.outcome is (A if fine else I)
@@ -218,7 +221,9 @@ def test_another_workers_token_is_fenced(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("policy, outcome", [("salvage", A), ("strict", F)])
-def test_a_late_sample_for_an_empty_slot_is_salvaged_or_fenced_by_policy(bench: Bench, policy: str, outcome: SubmitOutcome) -> None:
+def test_a_late_sample_for_an_empty_slot_is_salvaged_or_fenced_by_policy(
+    bench: Bench, policy: str, outcome: SubmitOutcome
+) -> None:
     s, (grant,) = leased(bench, late_submit=policy)
     bench.let_time_pass(29.0)
     bench.let_time_pass(2.0)
@@ -236,7 +241,9 @@ def test_a_late_sample_for_an_empty_slot_is_salvaged_or_fenced_by_policy(bench: 
 
 
 @pytest.mark.parametrize("policy, outcome", [("salvage", A), ("strict", F)])
-def test_a_sample_after_expiry_of_an_untouched_lease_follows_the_same_policy(bench: Bench, policy: str, outcome: SubmitOutcome) -> None:
+def test_a_sample_after_expiry_of_an_untouched_lease_follows_the_same_policy(
+    bench: Bench, policy: str, outcome: SubmitOutcome
+) -> None:
     s, (grant,) = leased(bench, late_submit=policy)
     bench.let_time_pass(31.0)
     assert one(s, sample_for(grant, s.incarnation)).outcome is outcome
@@ -259,7 +266,7 @@ def test_a_verdict_refuses_every_later_submit(bench: Bench) -> None:
 def test_a_sample_too_stale_for_the_next_step_is_refused_and_its_slot_generated_again(
     bench: Bench, step: int, outcome: SubmitOutcome
 ) -> None:
-    s = bench.scene(max_lag_versions=1, lease_ttl_s=1000.0)
+    s = bench.scene(max_lag_versions=1, lease_ttl_s=1000.0, attempts_max=1)
     s.feed(10)
     s.fill(4)
     (slow,) = s.lease(1)
@@ -273,6 +280,7 @@ def test_a_sample_too_stale_for_the_next_step_is_refused_and_its_slot_generated_
     if outcome is X:
         again = next(g for g in s.lease(100) if g.key == slow.key)
         assert (again.token, again.version) == (2, step - 1)
+        assert again.attempt == 1, "a refusal for staleness costs no attempt"
         assert s.submit([again]) == [A]
 
 

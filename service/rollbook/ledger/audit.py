@@ -171,7 +171,9 @@ def _chain_digest(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
             )
             items = [PlanItem(r.pos, SlotKey(r.ordinal, r.sibling), r.payload_digest, r.reward, bool(r.valid)) for r in rows]
             content = items_digest(items)
-            in_order = [r.pos for r in rows] == list(range(plan.n_items)) and [x.key for x in items] == sorted(x.key for x in items)
+            in_order = [r.pos for r in rows] == list(range(plan.n_items)) and [x.key for x in items] == sorted(
+                x.key for x in items
+            )
             if not in_order or content != plan.items_digest or chain_digest(previous, plan.step, content) != plan.chain_digest:
                 wrong.append(f"{plan.lineage}.{plan.step}")
             previous = plan.chain_digest
@@ -222,7 +224,9 @@ def _head_lag(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
         yield "planned samples beyond the staleness bound", _slot_ids(rows)
 
 
-@check("versions_possible", "P5", "No planned token is from the future of its step; fixed-lag samples have exactly the due version.")
+@check(
+    "versions_possible", "P5", "No planned token is from the future of its step; fixed-lag samples have exactly the due version."
+)
 def _versions_possible(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
     i, p, c = t.plan_item.c, t.plan.c, t.sample.c
     rows = s.rows(
@@ -317,14 +321,19 @@ def _groups_planned_whole(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
         groups = sa.select(i.ordinal).where(s.here(t.plan_item), along).distinct()
         rows = s.rows(
             sa.select(slot.ordinal, slot.sibling).where(
-                s.here(t.slot), slot.ordinal.in_(groups), ~sa.exists().where(_same_slot(t.verdict.c, slot)),
+                s.here(t.slot),
+                slot.ordinal.in_(groups),
+                ~sa.exists().where(_same_slot(t.verdict.c, slot)),
                 ~sa.exists().where(_same_slot(i, slot), along),
             )  # fmt: skip
         )
         if rows:
             yield f"members left out of their group's plan (lineage {lineage})", _slot_ids(rows)
         split = s.rows(
-            sa.select(i.ordinal).where(s.here(t.plan_item), along).group_by(i.ordinal).having(sa.func.count(sa.distinct(i.step)) > 1)
+            sa.select(i.ordinal)
+            .where(s.here(t.plan_item), along)
+            .group_by(i.ordinal)
+            .having(sa.func.count(sa.distinct(i.step)) > 1)
         )
         if split:
             yield f"groups spread over several steps (lineage {lineage})", [str(r.ordinal) for r in split]
@@ -417,7 +426,9 @@ def _versions_gapless(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
         )  # fmt: skip
         ended = {
             r.step: r.finished_at_us
-            for r in s.rows(sa.select(o.step, o.finished_at_us).where(s.here(t.plan_outcome), s.along(o.lineage, o.step, lineage)))
+            for r in s.rows(
+                sa.select(o.step, o.finished_at_us).where(s.here(t.plan_outcome), s.along(o.lineage, o.step, lineage))
+            )
         }
         numbers = [r.version for r in published]
         gaps = [str(v) for v in range((numbers[-1] if numbers else -1) + 1) if v not in set(numbers)]

@@ -128,7 +128,9 @@ class LedgerBase:
             query = sa.select(t.fence.c.epoch).where(t.fence.c.run_id == self.run.run_id, t.fence.c.role == Role.LEDGER.value)
             epoch = conn.execute(query.with_for_update(read=True)).scalar_one_or_none()
             if epoch != term.epoch:
-                raise ServerFenced(f"ledger epoch {term.epoch} of {term.holder} was superseded by epoch {epoch}; this server stops")
+                raise ServerFenced(
+                    f"ledger epoch {term.epoch} of {term.holder} was superseded by epoch {epoch}; this server stops"
+                )
         return now_us
 
     def holds_role(self) -> bool:
@@ -164,6 +166,7 @@ class LedgerBase:
     def _refuse_when_fenced(self) -> None:
         if self._fenced is not None:
             raise ServerFenced(str(self._fenced))
+        unavailable_when_closed(self._bell)
 
     def _await(self, topic: str, wait_s: float, attempt: Callable[[], T], satisfied: Callable[[T], bool]) -> T:
         """Repeat ``attempt`` until ``satisfied`` or ``wait_s`` (at most WAIT_MAX_S) is over; returns the last result."""
@@ -271,6 +274,11 @@ def unavailable_when_closed(bell: Bell) -> None:
     """Raises Unavailable when the ledger was closed while a caller waited."""
     if bell.closed:
         raise Unavailable("the ledger is closed; connect to its successor")
+
+
+def storable(text: str) -> str:
+    """Text without NUL characters, which PostgreSQL cannot hold."""
+    return text.replace("\x00", "\ufffd")
 
 
 def pairs(result: Iterable[Any]) -> dict[Any, Any]:

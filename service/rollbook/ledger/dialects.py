@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool, QueuePool
 
 from rollbook.core.errors import ConfigError, LedgerLocked, RollbookError, StorageFull, Unavailable, UnsafeStorage
@@ -36,6 +37,10 @@ QUICK_CHECK_BYTES_MAX = 256 * 2**20
 """Above this file size the payload table, whose rows carry their own digests, is left out of the check at open."""
 READERS_MAX = 16
 SQLITE_BUSY_MS = 10_000
+SQLITE_PASSING = ("locked", "busy", "disk I/O error", "unable to open", "interrupted", "Cannot operate on a closed database")
+"""Messages of SQLite errors that concern the storage and not the statement."""
+POSTGRESQL_PASSING = ("08", "53", "57", "58", "40001", "40P01", "55P03", "25P03")
+"""SQLSTATE classes and codes of the same kind: connection, resources, operator intervention, system, conflicts, timeouts."""
 KEYS_MAX = 4000
 """Slots named in one statement: below SQLite's 32,766 and PostgreSQL's 65,535 parameters."""
 
@@ -49,12 +54,12 @@ def sqlite_module() -> ModuleType:
         return sqlite3
     found = f"the standard library has SQLite {sqlite3.sqlite_version}"
     try:
-        from pysqlite3 import dbapi2
+        from pysqlite3 import dbapi2  # type: ignore[import-untyped]
     except ImportError:
         found += " and pysqlite3 is not installed"
     else:
         if dbapi2.sqlite_version_info >= SQLITE_FIXED:
-            return dbapi2
+            return cast(ModuleType, dbapi2)
         found += f" and pysqlite3 has {dbapi2.sqlite_version}"
     raise UnsafeStorage(
         f"{found}: releases before 3.51.3 can corrupt a WAL file (sqlite.org/wal.html#walresetbug); "
@@ -94,7 +99,7 @@ def check_local_storage(path: Path, mountinfo: str | None = None) -> str:
 
 def translate(error: SQLAlchemyError) -> RollbookError | None:
     """The core error for a driver error that concerns the storage, None for one that concerns a single statement."""
-    if isinstance(error, DisconnectionError):
+    if isinstance(error, DisconnectionError | PoolTimeout):
         return Unavailable(f"the ledger's database is not reachable: {error}")
     if not isinstance(error, DBAPIError):
         return None
@@ -102,8 +107,16 @@ def translate(error: SQLAlchemyError) -> RollbookError | None:
     state = getattr(error.orig, "sqlstate", None) or ""
     if state == "53100" or "database or disk is full" in text:
         return StorageFull(f"the ledger's storage is full ({text}); nothing was acknowledged, writes resume when space is freed")
-    unreachable = error.connection_invalidated or state[:2] in ("08", "53", "57", "58") or state in ("40001", "40P01", "55P03", "25P03")
-    if isinstance(error, sa.exc.InterfaceError) or (isinstance(error, sa.exc.OperationalError) and not state) or unreachable:
+    if "disk image is malformed" in text or "file is not a database" in text:
+        return UnsafeStorage(
+            f"the ledger's file is damaged ({text}); stop writing and restore it from a backup (with its -wal file)"
+        )
+    if not hasattr(error.orig, "sqlstate"):
+        passing = any(word in text for word in SQLITE_PASSING)
+    else:
+        gone = error.connection_invalidated or (isinstance(error, OperationalError | InterfaceError) and not state)
+        passing = gone or state[:2] in POSTGRESQL_PASSING or state in POSTGRESQL_PASSING
+    if passing:
         return Unavailable(f"the ledger's database cannot answer now ({text}); repeat with the same key")
     return None
 
@@ -144,13 +157,24 @@ class Database:
             _prepare_sqlite(self.writer, "BEGIN IMMEDIATE", query_only=False)
             _prepare_sqlite(self.reader, "BEGIN", query_only=True)
             self._quick_check(path)
+        except SQLAlchemyError as error:
+            self._unlock()
+            if (core := translate(error)) is not None:
+                raise type(core)(f"{path}: {core}") from error
+            raise
         except BaseException:
             self._unlock()
             raise
 
     def _lock(self, path: Path) -> None:
         lock = Path(f"{path}.lock")
-        self._lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UnsafeStorage(
+                f"{lock} cannot be written ({error.strerror}), and a ledger is written to even to look at it: make {path.parent} "
+                "writable, or copy the run directory to where it is"
+            ) from None
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -188,7 +212,7 @@ class Database:
             f"-c synchronous_commit=on -c statement_timeout={bound_ms} -c lock_timeout={bound_ms} "
             f"-c idle_in_transaction_session_timeout={bound_ms}"
         )
-        read = "-c default_transaction_read_only=on -c statement_timeout=60000 -c idle_in_transaction_session_timeout=120000"
+        read = "-c default_transaction_read_only=on -c statement_timeout=600000 -c idle_in_transaction_session_timeout=600000"
         try:
             self.writer = sa.create_engine(
                 url, poolclass=NullPool, isolation_level="READ COMMITTED", connect_args=shared | {"options": write}
@@ -218,7 +242,10 @@ class Database:
             raise
 
     def insert_rows(self, conn: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
-        """Insert many rows with the same columns; plain driver SQL, because per-row statement processing costs as much as the rows."""
+        """Insert many rows with the same columns.
+
+        Plain driver SQL: processing every row through a statement would cost as much as the row itself.
+        """
         if not rows:
             return
         columns = tuple(rows[0])
@@ -323,7 +350,9 @@ class Partitions:
             for table in PARTITIONED:
                 name = f"{table}_p{first}_{end}"
                 # CREATE … PARTITION OF would lock the parent against readers; ATTACH does not.
-                conn.exec_driver_sql(f"CREATE TABLE {name} (LIKE {table} INCLUDING DEFAULTS INCLUDING CONSTRAINTS INCLUDING STORAGE)")
+                conn.exec_driver_sql(
+                    f"CREATE TABLE {name} (LIKE {table} INCLUDING DEFAULTS INCLUDING CONSTRAINTS INCLUDING STORAGE)"
+                )
                 conn.exec_driver_sql(f"ALTER TABLE {table} ATTACH PARTITION {name} FOR VALUES FROM ({first}) TO ({end})")
         return wanted
 

@@ -7,6 +7,7 @@ R5 (a closed group is never re-opened; its refill is a new group in the verdict'
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import sqlalchemy as sa
 from rollbook.core.errors import InvalidRequest, UnknownSlot
 from rollbook.core.records import FailureReport, GroupSpec, RewardStatus, SlotKey, SubmitOutcome, SubmitResult, VerdictKind
 from rollbook.ledger import schema as t
+from rollbook.ledger.base import storable
 from rollbook.ledger.feeding import Feeding
 from rollbook.ledger.writer import Txn
 
@@ -35,15 +37,15 @@ class Failing(Feeding):
 
     def _report(self, txn: Txn, failures: Sequence[FailureReport]) -> list[SubmitResult]:
         results: list[SubmitResult] = []
-        exhausted: list[tuple[Any, FailureReport]] = []
+        exhausted: list[Any] = []
         for f in failures:
             outcome, reason, row = self._judge_report(txn.conn, f)
             if outcome is SubmitOutcome.ACCEPTED:
-                self._event(txn, "failure_reported", f.key, token=f.lease_token, incarnation=f.incarnation,
-                            status=f.status.value, blame=f.blame.value, reason=f.reason, attempt=row.attempt)  # fmt: skip
+                said = {"status": f.status.value, "blame": f.blame.value, "reason": storable(f.reason), "attempt": row.attempt}
+                self._event(txn, "failure_reported", f.key, token=f.lease_token, incarnation=f.incarnation, **said)
                 self._free(txn, [row])
                 if row.attempt >= self.rules.attempts_max:
-                    exhausted.append((row, f))
+                    exhausted.append(row)
             results.append(SubmitResult(f.key, outcome, reason))
         if exhausted:
             self._exhaust(txn, exhausted)
@@ -72,8 +74,13 @@ class Failing(Feeding):
         where = (c.run_id == self.run.run_id, c.ordinal == key.ordinal, c.sibling == key.sibling)
         return conn.execute(sa.select(c.ordinal).where(*where)).first() is not None
 
-    def _free(self, txn: Txn, rows: Iterable[Any]) -> None:
-        parameters = [{"b_run_id": self.run.run_id, "b_ordinal": r.ordinal, "b_sibling": r.sibling} for r in rows]
+    def _free(self, txn: Txn, rows: Iterable[Any], *, counts: bool = True) -> None:
+        """Let leases go; an attempt that does not count is given back to its slot."""
+        back = 0 if counts else 1
+        parameters = [
+            {"b_run_id": self.run.run_id, "b_ordinal": r.ordinal, "b_sibling": r.sibling, "b_attempt": r.attempt - back}
+            for r in rows
+        ]
         if parameters:
             txn.conn.execute(_FREE_LEASE, parameters)
 
@@ -88,20 +95,33 @@ class Failing(Feeding):
             for r in expired
         ])  # fmt: skip
         self._free(txn, expired)
-        self._exhaust(txn, [(r, None) for r in expired if r.attempt >= self.rules.attempts_max])
+        self._exhaust(txn, [r for r in expired if r.attempt >= self.rules.attempts_max])
         txn.rings |= {"lease", "plan"}
 
-    def _exhaust(self, txn: Txn, rows: Sequence[tuple[Any, FailureReport | None]]) -> None:
+    def _exhaust(self, txn: Txn, rows: Sequence[Any]) -> None:
         """Verdicts for slots whose attempts are used up. The fixed schedule pauses instead: it may not lose a member (R14)."""
         if self._is_fixed or not rows:
             return
-        for row, failure in rows:
-            key = SlotKey(row.ordinal, row.sibling)
-            last = f"{failure.status.value}: {failure.reason}" if failure else "its workers fell silent"
-            poisoned = failure is not None and failure.status is RewardStatus.VERIFIER_ERROR
-            kind = VerdictKind.QUARANTINED if poisoned else VerdictKind.FAILED
-            self._give_verdicts(txn, {key: (kind, f"{row.attempt} attempts without a sample; last: {last}")})
-        self._settle_groups(txn, sorted({row.ordinal for row, _ in rows}))
+        e = t.event.c
+        for row in rows:
+            told = txn.conn.execute(
+                sa.select(e.kind, e.detail_json)
+                .where(
+                    e.run_id == self.run.run_id,
+                    e.ordinal == row.ordinal,
+                    e.sibling == row.sibling,
+                    e.kind.in_(("failure_reported", "lease_expired")),
+                )
+                .order_by(e.seq)
+            ).all()
+            reports = [json.loads(r.detail_json) for r in told]
+            broken = sum(r.get("status") == RewardStatus.VERIFIER_ERROR.value for r in reports)
+            kind = VerdictKind.QUARANTINED if broken >= self.rules.attempts_max else VerdictKind.FAILED
+            last = reports[-1] if reports else {}
+            why = f"{last['status']}: {last['reason']}" if "status" in last else "its worker fell silent"
+            reason = f"{row.attempt} attempts without a sample; last: {why}"
+            self._give_verdicts(txn, {SlotKey(row.ordinal, row.sibling): (kind, reason)})
+        self._settle_groups(txn, sorted({row.ordinal for row in rows}))
 
     def _give_verdicts(self, txn: Txn, verdicts: Mapping[SlotKey, tuple[VerdictKind, str]]) -> None:
         """Insert verdicts; length and duration of an existing sample go along, so that drop bias can be counted."""
@@ -119,12 +139,19 @@ class Failing(Feeding):
         }
         rows = []
         for key, (kind, reason) in verdicts.items():
-            sample = held.get(tuple(key))
-            rows.append({
-                "run_id": run_id, "ordinal": key.ordinal, "sibling": key.sibling, "kind": kind.value, "reason": reason or kind.value,
-                "n_tokens": sample.n_tokens if sample else None, "generate_s": sample.generate_s if sample else None,
-                "decided_at_us": txn.now_us,
-            })  # fmt: skip
+            sample = held.get(key)
+            rows.append(
+                {
+                    "run_id": run_id,
+                    "ordinal": key.ordinal,
+                    "sibling": key.sibling,
+                    "kind": kind.value,
+                    "reason": storable(reason) or kind.value,
+                    "n_tokens": sample.n_tokens if sample else None,
+                    "generate_s": sample.generate_s if sample else None,
+                    "decided_at_us": txn.now_us,
+                }
+            )
         txn.conn.execute(sa.insert(t.verdict), rows)
         txn.conn.execute(
             sa.delete(t.lease).where(t.lease.c.run_id == run_id, sa.tuple_(t.lease.c.ordinal, t.lease.c.sibling).in_(keys))
@@ -144,7 +171,9 @@ class Failing(Feeding):
             if usable >= needed:
                 continue
             reason = f"group {ordinal} has {usable} of {group.n_siblings} usable members, needs {needed}"
-            self._close_group(txn, group, VerdictKind.CANCELLED, reason, refill=self._failed_refills(txn.conn, group) < self.rules.attempts_max)
+            self._close_group(
+                txn, group, VerdictKind.CANCELLED, reason, refill=self._failed_refills(txn.conn, group) < self.rules.attempts_max
+            )
 
     def _group_counts(self, conn: sa.Connection, ordinal: int) -> tuple[Any, int, int]:
         """Group row, slots with a verdict, slots without one whose sample has no reward."""
@@ -164,7 +193,9 @@ class Failing(Feeding):
         count, g, v = 0, t.prompt_group.c, t.verdict.c
         older = group.refills
         while older is not None and count < self.rules.attempts_max:
-            kinds = conn.execute(sa.select(sa.distinct(v.kind)).where(v.run_id == self.run.run_id, v.ordinal == older)).scalars().all()
+            kinds = (
+                conn.execute(sa.select(v.kind).where(v.run_id == self.run.run_id, v.ordinal == older).distinct()).scalars().all()
+            )
             if VerdictKind.DROPPED_STALE.value not in kinds:
                 count += 1
             older = conn.execute(sa.select(g.refills).where(g.run_id == self.run.run_id, g.ordinal == older)).scalar_one_or_none()
@@ -173,7 +204,9 @@ class Failing(Feeding):
     def _close_group(self, txn: Txn, group: Any, kind: VerdictKind, reason: str, *, refill: bool) -> None:
         """Verdict for every slot that has none, and the refill, in the caller's transaction."""
         v = t.verdict.c
-        have = set(txn.conn.execute(sa.select(v.sibling).where(v.run_id == self.run.run_id, v.ordinal == group.ordinal)).scalars())
+        have = set(
+            txn.conn.execute(sa.select(v.sibling).where(v.run_id == self.run.run_id, v.ordinal == group.ordinal)).scalars()
+        )
         missing = [SlotKey(group.ordinal, s) for s in range(group.n_siblings) if s not in have]
         self._give_verdicts(txn, {key: (kind, reason) for key in missing})
         self._event(txn, "group_closed", SlotKey(group.ordinal, -1), verdict=kind.value, reason=reason, refilled=refill)
@@ -208,6 +241,29 @@ class Failing(Feeding):
 
         self._write(quarantine)
 
+    def retry_group(self, ordinal: int, reason: str) -> None:
+        """Give the slots of a group that ran out of attempts a fresh budget: the operator's way out of a repaired pause (R14).
+
+        Lease tokens keep growing. Raises: UnknownSlot, InvalidRequest (no reason).
+        """
+        if not reason:
+            raise InvalidRequest("a retry needs a reason; it is stored with the group")
+
+        def retry(txn: Txn) -> None:
+            self._group_counts(txn.conn, ordinal)
+            c = t.lease.c
+            here = (
+                c.run_id == self.run.run_id,
+                c.ordinal == ordinal,
+                c.incarnation.is_(None),
+                c.attempt >= self.rules.attempts_max,
+            )
+            if txn.conn.execute(sa.update(t.lease).where(*here).values(attempt=0)).rowcount:
+                self._event(txn, "group_retried", SlotKey(ordinal, -1), reason=reason)
+            txn.rings |= {"lease", "plan"}
+
+        self._write(retry)
+
     def _raise_watermark(self, txn: Txn) -> None:
         """Recompute the watermark from this transaction's rows; remembered only after COMMIT."""
         found = self._find_watermark(txn.conn, self._watermark)
@@ -218,7 +274,12 @@ class Failing(Feeding):
         run_id, g, v, i = self.run.run_id, t.prompt_group.c, t.verdict.c, t.plan_item.c
         lineage = self._newest_lineage()
         planned = sa.exists().where(i.run_id == g.run_id, i.ordinal == g.ordinal, self._along(i.lineage, i.step, lineage))
-        judged = sa.select(sa.func.count()).where(v.run_id == g.run_id, v.ordinal == g.ordinal).correlate(t.prompt_group).scalar_subquery()
+        judged = (
+            sa.select(sa.func.count())
+            .where(v.run_id == g.run_id, v.ordinal == g.ordinal)
+            .correlate(t.prompt_group)
+            .scalar_subquery()
+        )
         query = sa.select(g.ordinal).where(g.run_id == run_id, g.ordinal >= start, ~planned, judged < g.n_siblings)
         found = conn.execute(query.order_by(g.ordinal).limit(1)).scalar_one_or_none()
         return self._next_ordinal(conn, run_id) if found is None else found
@@ -235,6 +296,8 @@ _EXPIRED = (
 )
 _FREE_LEASE = (
     sa.update(t.lease)
-    .where(_L.run_id == sa.bindparam("b_run_id"), _L.ordinal == sa.bindparam("b_ordinal"), _L.sibling == sa.bindparam("b_sibling"))
-    .values(incarnation=None)
+    .where(
+        _L.run_id == sa.bindparam("b_run_id"), _L.ordinal == sa.bindparam("b_ordinal"), _L.sibling == sa.bindparam("b_sibling")
+    )
+    .values(incarnation=None, attempt=sa.bindparam("b_attempt"))
 )

@@ -40,7 +40,7 @@ class Feeding(LedgerBase):
 
     def _next_ordinal(self, conn: sa.Connection, run_id: str) -> int:
         last = conn.execute(sa.select(sa.func.max(t.prompt_group.c.ordinal)).where(t.prompt_group.c.run_id == run_id)).scalar()
-        return 0 if last is None else last + 1
+        return 0 if last is None else int(last) + 1
 
     def append_groups(self, term: RoleTerm, before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) -> Cursor:
         """Insert groups with their slots and move the cursor.
@@ -65,8 +65,13 @@ class Feeding(LedgerBase):
             self._move_cursor(txn, after)
             txn.conn.execute(
                 sa.insert(t.append_receipt).values(
-                    run_id=self.run.run_id, stream=before.stream, next_ordinal=before.next_ordinal, request_digest=key,
-                    after_next_ordinal=after.next_ordinal, after_state_json=after.state_json, after_exhausted=after.exhausted,
+                    run_id=self.run.run_id,
+                    stream=before.stream,
+                    next_ordinal=before.next_ordinal,
+                    request_digest=key,
+                    after_next_ordinal=after.next_ordinal,
+                    after_state_json=after.state_json,
+                    after_exhausted=after.exhausted,
                     appended_at_us=txn.now_us,
                 )  # fmt: skip
             )
@@ -79,7 +84,9 @@ class Feeding(LedgerBase):
         c = t.append_receipt.c
         row = conn.execute(
             sa.select(t.append_receipt).where(
-                c.run_id == self.run.run_id, c.stream == before.stream, c.next_ordinal == before.next_ordinal,
+                c.run_id == self.run.run_id,
+                c.stream == before.stream,
+                c.next_ordinal == before.next_ordinal,
                 c.request_digest == key,
             )  # fmt: skip
         ).first()
@@ -91,7 +98,9 @@ class Feeding(LedgerBase):
         run_id, c = self.run.run_id, t.cursor.c
         values = {"state_json": after.state_json, "exhausted": after.exhausted, "moved_at_us": txn.now_us}
         moved = txn.conn.execute(
-            sa.update(t.cursor).where(c.run_id == run_id, c.stream == after.stream).values(**values, next_ordinal=after.next_ordinal)
+            sa.update(t.cursor)
+            .where(c.run_id == run_id, c.stream == after.stream)
+            .values(**values, next_ordinal=after.next_ordinal)
         )
         if moved.rowcount == 0:
             row = {"run_id": run_id, "stream": after.stream, "next_ordinal": after.next_ordinal, **values}

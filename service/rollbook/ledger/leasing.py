@@ -28,7 +28,7 @@ LEASE_SLOTS_MAX = 4096
 RETRY_AFTER_S = 0.5
 
 
-def _keys(name: str) -> sa.BindParameter:
+def _keys(name: str) -> sa.BindParameter[Any]:
     return sa.bindparam(name, expanding=True)
 
 
@@ -54,7 +54,9 @@ class Leasing(Failing):
         c = t.worker.c
         where = (c.run_id == self.run.run_id, c.incarnation == incarnation)
         if txn.conn.execute(sa.update(t.worker).where(*where).values(**values)).rowcount == 0:
-            raise InvalidRequest(f"worker incarnation {incarnation!r} is unknown to run {self.run.run_id!r}; register_worker first")
+            raise InvalidRequest(
+                f"worker incarnation {incarnation!r} is unknown to run {self.run.run_id!r}; register_worker first"
+            )
 
     def heartbeat(
         self, incarnation: str, loaded: PolicyVersion | None, leases: Sequence[tuple[SlotKey, int]], wait_s: float = 0.0,
@@ -86,8 +88,8 @@ class Leasing(Failing):
         keys = [(key.ordinal, key.sibling) for key, _ in leases]
         rows = self._database.rows_by_slot(txn.conn, t.lease, _LEASE_COLUMNS, self.run.run_id, keys)
         mine = {(r.ordinal, r.sibling): r.token for r in rows if r.incarnation == incarnation}
-        owned = [tuple(key) for key, token in leases if mine.get(tuple(key)) == token]
-        lost = [SlotKey(*key) for key, token in leases if mine.get(tuple(key)) != token]
+        owned = [tuple(key) for key, token in leases if mine.get(key) == token]
+        lost = [SlotKey(*key) for key, token in leases if mine.get(key) != token]
         if owned:
             expires_us = txn.now_us + int(self.rules.lease_ttl_s * 1_000_000)
             here = (c.run_id == self.run.run_id, c.incarnation == incarnation, c.expires_at_us < expires_us)
@@ -97,7 +99,9 @@ class Leasing(Failing):
         if lost:
             s = t.sample.c
             delivered = sa.select(s.ordinal, s.sibling).where(
-                s.run_id == self.run.run_id, s.incarnation == incarnation, sa.tuple_(s.ordinal, s.sibling).in_([tuple(k) for k in lost])
+                s.run_id == self.run.run_id,
+                s.incarnation == incarnation,
+                sa.tuple_(s.ordinal, s.sibling).in_([tuple(k) for k in lost]),
             )
             own = {SlotKey(r.ordinal, r.sibling) for r in txn.conn.execute(delivered)}
             lost = [key for key in lost if key not in own]
@@ -161,7 +165,9 @@ class Leasing(Failing):
             return
         published = next((v for v in [self._version_exactly(conn, loaded.lineage, loaded.version)] if v), None)
         if published is None:
-            raise StaleWeights(f"version {loaded.version} of lineage {loaded.lineage} is not published; load the version a reply names")
+            raise StaleWeights(
+                f"version {loaded.version} of lineage {loaded.lineage} is not published; load the version a reply names"
+            )
         if published.digest != loaded.digest:
             raise StaleWeights(
                 f"the engine holds weights {loaded.digest[:12]}…, version {loaded.version} was published as "
@@ -175,8 +181,12 @@ class Leasing(Failing):
     def _free_leases(self, txn: Txn) -> list[Any]:
         """Opened slots nobody holds and that may be tried again, oldest first; expired ones are taken back first."""
         self._expire(txn)
-        attempts_max = self.rules.attempts_max
-        return list(txn.conn.execute(_FREE, {"run_id": self.run.run_id, "attempts_max": attempts_max}).all())
+        rows = txn.conn.execute(_FREE, {"run_id": self.run.run_id}).all()
+        spent = [row for row in rows if row.attempt >= self.rules.attempts_max]
+        if spent and not self._is_fixed:  # a revision has lowered the budget since
+            self._exhaust(txn, spent)
+            rows = txn.conn.execute(_FREE, {"run_id": self.run.run_id}).all()
+        return [row for row in rows if row.attempt < self.rules.attempts_max]
 
     def _wanted_fixed(self, conn: sa.Connection, free: Sequence[Any], frontier: SlotKey) -> PolicyVersion | None:
         """Version of the oldest leasable slot's step; None while it is not published or nothing is left to lease."""
@@ -201,7 +211,9 @@ class Leasing(Failing):
             inside = rules.steps <= 0 or step <= rules.steps
             return not self._is_fixed or (inside and fixed_version(step, rules.fixed_lag_versions) == wanted.version)
 
-        chosen = [(SlotKey(r.ordinal, r.sibling), r.token + 1, r.attempt + 1, False) for r in free if admissible(r.ordinal)][:n_max]
+        chosen = [(SlotKey(r.ordinal, r.sibling), r.token + 1, r.attempt + 1, False) for r in free if admissible(r.ordinal)][
+            :n_max
+        ]
         left = n_max - len(chosen)
         if left <= 0:
             return chosen
@@ -244,17 +256,25 @@ class Leasing(Failing):
             )
         ).scalar_one()
         terminal = conn.execute(self._terminal_groups(first, end)).scalar_one()
-        return end - first - planned - terminal
+        return int(end - first - planned - terminal)
 
     def _grant(
-        self, txn: Txn, incarnation: str, version: PolicyVersion, granted: Sequence[tuple[SlotKey, int, int, bool]], request_id: str
+        self,
+        txn: Txn,
+        incarnation: str,
+        version: PolicyVersion,
+        granted: Sequence[tuple[SlotKey, int, int, bool]],
+        request_id: str,
     ) -> LeaseReply:
         run_id, ttl_us = self.run.run_id, int(self.rules.lease_ttl_s * 1_000_000)
         common = {
             "run_id": run_id, "incarnation": incarnation, "lineage": version.lineage, "version": version.version,
             "granted_at_us": txn.now_us, "expires_at_us": txn.now_us + ttl_us, "extended_us": 0,
         }  # fmt: skip
-        rows = [{**common, "ordinal": k.ordinal, "sibling": k.sibling, "token": token, "attempt": attempt} for k, token, attempt, _ in granted]
+        rows = [
+            {**common, "ordinal": k.ordinal, "sibling": k.sibling, "token": token, "attempt": attempt}
+            for k, token, attempt, _ in granted
+        ]
         new = [row for row, (_, _, _, is_new) in zip(rows, granted, strict=True) if is_new]
         again = [row for row, (_, _, _, is_new) in zip(rows, granted, strict=True) if not is_new]
         self._database.insert_rows(txn.conn, t.lease, new)
@@ -266,7 +286,9 @@ class Leasing(Failing):
             for k, token, attempt, _ in granted
         ])  # fmt: skip
         if request_id:
-            grants = json.dumps([[k.ordinal, k.sibling, token, attempt, version.lineage, version.version] for k, token, attempt, _ in granted])
+            grants = json.dumps(
+                [[k.ordinal, k.sibling, token, attempt, version.lineage, version.version] for k, token, attempt, _ in granted]
+            )
             txn.conn.execute(
                 sa.insert(t.lease_receipt).values(
                     run_id=run_id, incarnation=incarnation, request_id=request_id, grants_json=grants, granted_at_us=txn.now_us
@@ -289,9 +311,16 @@ class Leasing(Failing):
         }
         return tuple(
             LeaseGrant(
-                key=k, token=token, attempt=attempt, ttl_s=self.rules.lease_ttl_s, seed=seeds[tuple(k)],
-                prompt_ids=groups[k.ordinal].prompt_ids, task_json=groups[k.ordinal].task_json, lineage=version.lineage,
-                version=version.version, version_digest=version.digest,
+                key=k,
+                token=token,
+                attempt=attempt,
+                ttl_s=self.rules.lease_ttl_s,
+                seed=seeds[k],
+                prompt_ids=groups[k.ordinal].prompt_ids,
+                task_json=groups[k.ordinal].task_json,
+                lineage=version.lineage,
+                version=version.version,
+                version_digest=version.digest,
             )  # fmt: skip
             for k, token, attempt in entries
         )
@@ -309,8 +338,6 @@ class Leasing(Failing):
         return LeaseReply(self._grants(conn, [(SlotKey(r[0], r[1]), r[2], r[3]) for r in rows], version), None, 0.0)
 
 
-
-
 def _after(frontier: SlotKey) -> dict[str, int]:
     return {"ordinal": frontier.ordinal, "sibling": frontier.sibling}
 
@@ -320,7 +347,7 @@ _L, _S, _V = t.lease.c, t.slot.c, t.verdict.c
 _LEASE_COLUMNS = ("ordinal", "sibling", "token", "incarnation")
 _FREE = (
     sa.select(_L.ordinal, _L.sibling, _L.token, _L.attempt)
-    .where(_L.run_id == sa.bindparam("run_id"), _L.incarnation.is_(None), _L.attempt < sa.bindparam("attempts_max"))
+    .where(_L.run_id == sa.bindparam("run_id"), _L.incarnation.is_(None))
     .order_by(_L.ordinal, _L.sibling)
     .limit(LEASE_SLOTS_MAX)
 )

@@ -70,7 +70,12 @@ class Ledger(Roles, Status):
             return run_audit(Subject(conn, self.run, numbers, self._along))
 
     def close(self, *, release: bool = True) -> None:
-        """Finish what is queued and let the storage go; with ``release`` the server's own term ends, so a successor need not wait."""
+        """Finish what is queued and let the storage go.
+
+        With ``release`` the server's own term ends, so that a successor need not wait for it.
+        """
+        if self._bell.closed:
+            return
         term = self._term
         if release and term is not None and self._fenced is None:
             try:

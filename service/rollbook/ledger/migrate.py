@@ -69,9 +69,13 @@ def _upgrade(database: Database) -> None:
 def _compare(current: str | None) -> None:
     known = [script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()]
     if current not in known:
-        raise SchemaTooNew(f"the ledger has schema revision {current}, this package knows up to {head_revision()}; upgrade rollbook")
+        raise SchemaTooNew(
+            f"the ledger has schema revision {current}, this package knows up to {head_revision()}; upgrade rollbook"
+        )
     if current != head_revision():
-        raise SchemaTooOld(f"the ledger has schema revision {current}, this package needs {head_revision()}; run `rollbook migrate`")
+        raise SchemaTooOld(
+            f"the ledger has schema revision {current}, this package needs {head_revision()}; run `rollbook migrate`"
+        )
 
 
 def prepare(database: Database) -> None:

@@ -7,6 +7,7 @@ complete groups first, never by order of completion), R5 (stale groups are close
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,8 +114,16 @@ class Planning(Submitting):
         revision = self.run.revision
         txn.conn.execute(
             sa.insert(t.plan).values(
-                run_id=run_id, lineage=lineage, step=step, base_version=base_version(step), revision=revision,
-                n_groups=len(ordinals), n_items=len(items), items_digest=content, chain_digest=chain, epoch=term.epoch,
+                run_id=run_id,
+                lineage=lineage,
+                step=step,
+                base_version=base_version(step),
+                revision=revision,
+                n_groups=len(ordinals),
+                n_items=len(items),
+                items_digest=content,
+                chain_digest=chain,
+                epoch=term.epoch,
                 planned_at_us=txn.now_us,
             )  # fmt: skip
         )
@@ -164,7 +173,9 @@ class Planning(Submitting):
             since_us = max(g.newest_us for g in ready)
             left_s = rules.straggler_wait_s - (txn.now_us - since_us) / 1e6
             if left_s > 0:
-                return f"group {held[0].ordinal} would be too stale at step {step + 1}; waiting for it at most {left_s:.1f} s more"
+                return (
+                    f"group {held[0].ordinal} would be too stale at step {step + 1}; waiting for it at most {left_s:.1f} s more"
+                )
         return [g.ordinal for g in ready]
 
     def _stragglers(self, waiting: Iterable[_Group], step: int) -> list[_Group]:
@@ -202,9 +213,7 @@ class Planning(Submitting):
         planned = set(
             conn.execute(sa.select(i.ordinal).where(*between(i), self._along(i.lineage, i.step, lineage)).distinct()).scalars()
         )
-        verdicts = pairs(
-            conn.execute(sa.select(v.ordinal, sa.func.count()).where(*between(v)).group_by(v.ordinal))
-        )
+        verdicts = pairs(conn.execute(sa.select(v.ordinal, sa.func.count()).where(*between(v)).group_by(v.ordinal)))
         sampled = {
             r.ordinal: r
             for r in conn.execute(
@@ -263,10 +272,12 @@ class Planning(Submitting):
                 e.kind.in_(("failure_reported", "lease_expired")),
             ).order_by(e.seq.desc()).limit(1)
         ).first()  # fmt: skip
-        why = f"{last.kind} {last.detail_json}" if last else "no record"
+        detail = json.loads(last.detail_json) if last else {}
+        why = f"{detail['status']}: {detail['reason']}" if "status" in detail else "its worker fell silent"
         return RunPaused(
-            f"slot {key} gave no sample in {stuck.attempt} attempts (last: {why}); the fixed schedule may not go on without it: "
-            f"repair the cause and retry group {key.ordinal}, or quarantine it with a reason"
+            f"slot {key} gave no sample in {stuck.attempt} attempts (last: {why}); the fixed schedule may not go on without it. "
+            f"Repair the cause and give its group fresh attempts: `rollbook retry CONFIG {key.ordinal} --reason WHY`; or take "
+            f"the group out: `rollbook quarantine CONFIG {key.ordinal} --reason WHY`. Then start the run again"
         )
 
     def _stored_plan(self, conn: sa.Connection, lineage: int, step: int) -> Plan | None:
@@ -342,9 +353,18 @@ def stored_digest(row: Any) -> str:
     """Digest recomputed from the stored bytes of a sample joined with its payload."""
     return payload_digest(
         Submission(
-            SlotKey(row.ordinal, row.sibling), row.lease_token, row.incarnation, row.sequence, row.lineage, stored_trajectory(row),
-            row.reward, RewardStatus(row.reward_status), SandboxStatus(row.sandbox_status), FinishReason(row.finish_reason),
-            0.0, 0.0,
+            SlotKey(row.ordinal, row.sibling),
+            row.lease_token,
+            row.incarnation,
+            row.sequence,
+            row.lineage,
+            stored_trajectory(row),
+            row.reward,
+            RewardStatus(row.reward_status),
+            SandboxStatus(row.sandbox_status),
+            FinishReason(row.finish_reason),
+            0.0,
+            0.0,
         )  # fmt: skip
     )
 

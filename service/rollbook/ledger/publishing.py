@@ -7,6 +7,7 @@ at files. Upholds R8 (outcome before version), P4 (a checkpoint row is the commi
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -25,9 +26,7 @@ KEPT_CHECKPOINTS = 2
 class Publishing(Planning):
     """Verbs of the learner after a step."""
 
-    def finish_plan(
-        self, term: RoleTerm, lineage: int, step: int, outcome: PlanOutcome, reason: str, metrics_json: str
-    ) -> None:
+    def finish_plan(self, term: RoleTerm, lineage: int, step: int, outcome: PlanOutcome, reason: str, metrics_json: str) -> None:
         """Write how the step ended, before its version is published. Idempotent: by (lineage, step); the first outcome stands.
 
         Raises: NotFound (no such plan), InvalidRequest (an earlier step has no outcome, or a skip has no reason).
@@ -49,8 +48,14 @@ class Publishing(Planning):
                     raise InvalidRequest(f"step {step - 1} has no outcome yet; steps end in order")
             txn.conn.execute(
                 sa.insert(t.plan_outcome).values(
-                    run_id=self.run.run_id, lineage=plan.lineage, step=step, outcome=outcome.value, reason=reason,
-                    metrics_json=metrics_json, epoch=term.epoch, finished_at_us=txn.now_us,
+                    run_id=self.run.run_id,
+                    lineage=plan.lineage,
+                    step=step,
+                    outcome=outcome.value,
+                    reason=reason,
+                    metrics_json=metrics_json,
+                    epoch=term.epoch,
+                    finished_at_us=txn.now_us,
                 )  # fmt: skip
             )
 
@@ -78,8 +83,14 @@ class Publishing(Planning):
             self._check_publishable(txn.conn, version)
             txn.conn.execute(
                 sa.insert(t.policy_version).values(
-                    run_id=self.run.run_id, lineage=version.lineage, version=version.version, digest=version.digest,
-                    path=version.path, probe_json=version.probe_json, n_bytes=version.n_bytes, epoch=term.epoch,
+                    run_id=self.run.run_id,
+                    lineage=version.lineage,
+                    version=version.version,
+                    digest=version.digest,
+                    path=version.path,
+                    probe_json=version.probe_json,
+                    n_bytes=version.n_bytes,
+                    epoch=term.epoch,
                     published_at_us=txn.now_us,
                 )  # fmt: skip
             )
@@ -97,7 +108,9 @@ class Publishing(Planning):
             raise InvalidRequest(f"version {version.version} leaves a gap: version {version.version - 1} is not published")
         plan = self._stored_plan(conn, version.lineage, version.version)
         if plan is None or plan.outcome is None:
-            raise InvalidRequest(f"version {version.version} comes from step {version.version}, which has no outcome yet (finish_plan)")
+            raise InvalidRequest(
+                f"version {version.version} comes from step {version.version}, which has no outcome yet (finish_plan)"
+            )
 
     def versions(self, lineage: int) -> list[PolicyVersion]:
         """Published versions along the ancestry, in order."""
@@ -153,9 +166,10 @@ class Publishing(Planning):
             raise InvalidRequest(f"checkpoint of step {step}: the step has no {'plan' if plan is None else 'outcome'} yet")
         expected = plan.chain_digest if plan else genesis_digest(self.run.run_id, self.rules.config_seed)
         if expected != checkpoint.chain_digest:
+            found = checkpoint.chain_digest
             raise ChainMismatch(
-                f"checkpoint {lineage}.{step} carries chain digest {checkpoint.chain_digest[:12]}…, the ledger's is {expected[:12]}…: "
-                "it belongs to another history (was the ledger restored from a backup, or the run directory copied?)"
+                f"checkpoint {lineage}.{step} carries chain digest {found[:12]}…, the ledger's is {expected[:12]}…: it belongs "
+                "to another history (was the ledger restored from a backup, or the run directory copied?)"
             )
 
     def mark_checkpoint(self, term: RoleTerm, lineage: int, step: int, state: str) -> None:
@@ -203,7 +217,7 @@ class Publishing(Planning):
             return ResumePoint(lineage, tuple(checkpoints), self._last_planned(conn, lineage), self._head(conn), chains)
 
 
-def _checkpoint_of(row: sa.Row) -> Checkpoint:
+def _checkpoint_of(row: Any) -> Checkpoint:
     return Checkpoint(row.lineage, row.step, row.dir_name, row.manifest_digest, row.chain_digest, CheckpointState(row.state))
 
 

@@ -25,6 +25,11 @@ from rollbook.ledger.writer import Txn
 FENCED_ROLES = (Role.LEARNER, Role.FEEDER)
 SETTLED_RULES = ("group_size", "groups_per_step", "schedule", "fixed_lag_versions", "config_seed")
 """Rules that existing groups and seeds depend on; no revision may change them."""
+ISSUED_FROM = ("inputs.task.path: ", "inputs.model/tokenizer")
+"""Beginnings of the differences that no revision may contain once a group is issued: the order of tasks and the prompts'
+token ids come from these files."""
+PUBLISHED_FROM = ("inputs.model/",)
+"""The same once version 0 is published: every later version, and a replay, starts from these files."""
 
 
 def rules_to_json(rules: RunRules) -> str:
@@ -81,11 +86,19 @@ class Roles(Failing):
             if txn.conn.execute(sa.select(t.run.c.run_id).where(t.run.c.run_id == run.run_id)).first():
                 return
             rules = rules_to_json(run.rules)
-            content = {"run_id": run.run_id, "config_digest": run.config_digest, "config_json": run.config_json, "rules_json": rules}
+            content = {
+                "run_id": run.run_id,
+                "config_digest": run.config_digest,
+                "config_json": run.config_json,
+                "rules_json": rules,
+            }
             txn.conn.execute(sa.insert(t.run).values(**content, manifest_json=run.manifest_json, opened_at_us=txn.now_us))
             txn.conn.execute(
                 sa.insert(t.config_revision).values(
-                    **content, revision=run.revision, from_step=1, accepted_at_us=txn.now_us,
+                    **content,
+                    revision=run.revision,
+                    from_step=1,
+                    accepted_at_us=txn.now_us,
                     max_lag_versions=run.rules.max_lag_versions,
                 )  # fmt: skip
             )
@@ -111,11 +124,13 @@ class Roles(Failing):
             c = t.lineage.c
             rows = conn.execute(sa.select(c.lineage, c.parent, c.fork_step).where(c.run_id == run_id).order_by(c.lineage)).all()
             last = conn.execute(sa.select(sa.func.max(t.event.c.seq)).where(t.event.c.run_id == run_id)).scalar()
+            # The run comes last: it opens the verbs, which need everything else.
             self._lineages = tuple((r.lineage, r.parent, r.fork_step) for r in rows)
-            self._run, self._term = record, term
+            self._sequence = itertools.count((last if last is not None else -1) + 1)
+            self._term_ends_s = asked + term.ttl_s
+            self._run = record
+            self._term = term
             self._watermark = self._find_watermark(conn, 0)
-        self._sequence = itertools.count((last if last is not None else -1) + 1)
-        self._term_ends_s = asked + term.ttl_s
         self._write(lambda txn: self._event(txn, "server_attached", epoch=term.epoch, holder=term.holder))
 
     def _revise(self, txn: Txn, stored: RunRecord, offered: RunRecord, accept: bool) -> RunRecord:
@@ -124,26 +139,39 @@ class Roles(Failing):
         if not accept:
             raise ConfigMismatch(
                 f"run {stored.run_id!r} was opened with another configuration ({listing}); restore it, or accept the change "
-                "as a revision that holds from the first unplanned step (--accept-revision)"
+                "as a revision that holds from the first unplanned step (--accept-config-change)"
             )
-        settled = [n for n in SETTLED_RULES if getattr(stored.rules, n) != getattr(offered.rules, n)]
-        if settled:
+        if settled := self._settled(txn.conn, stored, offered, changed):
             raise ConfigMismatch(
-                f"run {stored.run_id!r}: {', '.join(settled)} cannot change within a run, groups and seeds already depend on "
-                f"it ({listing}); start a new run"
+                f"run {stored.run_id!r}: {', '.join(settled)} cannot change within a run, what is recorded already depends on "
+                f"it ({listing}); restore it, or start a new run under another run.id and run.dir"
             )
         revision = stored.revision + 1
         step = self._last_planned(txn.conn, self._newest_lineage()) + 1
         txn.conn.execute(
             sa.insert(t.config_revision).values(
-                run_id=stored.run_id, revision=revision, config_digest=offered.config_digest, config_json=offered.config_json,
-                rules_json=rules_to_json(offered.rules), max_lag_versions=offered.rules.max_lag_versions, from_step=step,
+                run_id=stored.run_id,
+                revision=revision,
+                config_digest=offered.config_digest,
+                config_json=offered.config_json,
+                rules_json=rules_to_json(offered.rules),
+                max_lag_versions=offered.rules.max_lag_versions,
+                from_step=step,
                 accepted_at_us=txn.now_us,
             )  # fmt: skip
         )
         self._event(txn, "config_revised", revision=revision, from_step=step, changed=changed)
         txn.rings |= {"lease", "plan", "head"}
         return dataclasses.replace(offered, revision=revision, manifest_json=stored.manifest_json)
+
+    def _settled(self, conn: sa.Connection, stored: RunRecord, offered: RunRecord, changed: list[str]) -> list[str]:
+        """Names of what differs and may not, because groups or version 0 have been made from it."""
+        issued, published = self._next_ordinal(conn, stored.run_id) > 0, self._head(conn) is not None
+        names: list[str] = []
+        if issued or published:
+            names += [n for n in SETTLED_RULES if getattr(stored.rules, n) != getattr(offered.rules, n)]
+        beginnings = (ISSUED_FROM if issued else ()) + (PUBLISHED_FROM if published else ())
+        return names + [c.partition(": ")[0] for c in changed if c.startswith(beginnings)]
 
     def acquire_role(self, role: Role, holder: str, ttl_s: float, supersede: str = "") -> RoleTerm:
         """Take the role with a larger epoch; the current holder gets its own term again.
@@ -215,9 +243,7 @@ def _load_run(conn: sa.Connection, run_id: str) -> RunRecord:
     if row is None:
         raise NotFound(f"this ledger holds no run {run_id!r}; `rollbook run CONFIG.toml` opens it")
     c = t.config_revision.c
-    newest = conn.execute(
-        sa.select(t.config_revision).where(c.run_id == run_id).order_by(c.revision.desc()).limit(1)
-    ).one()
+    newest = conn.execute(sa.select(t.config_revision).where(c.run_id == run_id).order_by(c.revision.desc()).limit(1)).one()
     return RunRecord(
         run_id, newest.config_digest, newest.config_json, newest.revision, rules_from_json(newest.rules_json), row.manifest_json
     )

@@ -9,6 +9,8 @@ it holds (lease_token, incarnation, sequence), the parts of the submit key. Time
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -30,7 +32,9 @@ from sqlalchemy import (
 from rollbook.core.records import CheckpointState, FinishReason, PlanOutcome, RewardStatus, Role, SandboxStatus, VerdictKind
 
 metadata = MetaData(
-    naming_convention={"pk": "pk_%(table_name)s", "ck": "ck_%(table_name)s_%(constraint_name)s", "ix": "ix_%(table_name)s_%(column_0_name)s"}
+    naming_convention={
+        "pk": "pk_%(table_name)s", "ck": "ck_%(table_name)s_%(constraint_name)s", "ix": "ix_%(table_name)s_%(column_0_name)s",
+    }
 )  # fmt: skip
 
 PARTITIONED = ("prompt_group", "slot", "sample", "payload", "verdict", "plan_item")
@@ -41,24 +45,24 @@ def _among(column: str, values: object) -> str:
     return f"{column} IN ({', '.join(repr(v.value) for v in values)})"  # type: ignore[attr-defined]
 
 
-def _table(name: str, *parts: object, key: tuple[str, ...], small: bool = False) -> Table:
+def _table(name: str, *parts: Any, key: tuple[str, ...], small: bool = False) -> Table:
     """A table whose primary key is (run_id, *key). ``small`` rows live in their key's B-tree on SQLite."""
-    options: dict[str, object] = {"sqlite_with_rowid": False} if small else {}
+    options: dict[str, Any] = {"sqlite_with_rowid": False} if small else {}
     if name in PARTITIONED:
         options["postgresql_partition_by"] = "RANGE (ordinal)"
     run_id = Column("run_id", String(200), nullable=False)
-    return Table(name, metadata, run_id, *parts, PrimaryKeyConstraint("run_id", *key), **options)  # type: ignore[arg-type]
+    return Table(name, metadata, run_id, *parts, PrimaryKeyConstraint("run_id", *key), **options)
 
 
-def _int(name: str, nullable: bool = False) -> Column:
+def _int(name: str, nullable: bool = False) -> Column[Any]:
     return Column(name, BigInteger, nullable=nullable)
 
 
-def _text(name: str, nullable: bool = False) -> Column:
+def _text(name: str, nullable: bool = False) -> Column[Any]:
     return Column(name, Text, nullable=nullable)
 
 
-def _slot() -> tuple[Column, Column]:
+def _slot() -> tuple[Column[Any], Column[Any]]:
     return _int("ordinal"), Column("sibling", Integer, nullable=False)
 
 
@@ -147,8 +151,13 @@ prompt_group = _table(
     _int("issued_at_us"),
     CheckConstraint("ordinal >= 0 AND n_siblings >= 1", name="ranges"),
     CheckConstraint("refills IS NULL OR (refills >= 0 AND refills < ordinal)", name="refills_is_older"),
-    Index("ix_prompt_group_refills", "run_id", "refills",
-          sqlite_where=text("refills IS NOT NULL"), postgresql_where=text("refills IS NOT NULL")),  # fmt: skip
+    Index(
+        "ix_prompt_group_refills",
+        "run_id",
+        "refills",
+        sqlite_where=text("refills IS NOT NULL"),
+        postgresql_where=text("refills IS NOT NULL"),
+    ),  # fmt: skip
     key=("ordinal",),
 )
 

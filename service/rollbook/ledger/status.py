@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from rollbook.core.errors import UnknownSlot
 from rollbook.core.records import PlanOutcome, SlotKey
+from rollbook.core.staleness import fixed_ordinals
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import pairs
 from rollbook.ledger.tools import Tools
@@ -26,7 +27,7 @@ SILENT_EVENTS = ("lease_expired",)
 class Status(Tools):
     """Verbs that only look."""
 
-    def run_status(self) -> dict:
+    def run_status(self) -> dict[str, Any]:
         """The run at a glance; keys as ``LedgerPort.run_status`` lists them."""
         run = self.run
         lineage = self._newest_lineage()
@@ -56,11 +57,18 @@ class Status(Tools):
                 "rates": self._rates(conn, now_us),
                 "last_step": finished[0] if finished else None,
                 "draining": self._draining,
+                "paused": self._pause_reason(conn, steps["planned"] + 1),
             }  # fmt: skip
         state["writer"] = {
             "commits": self._writer.commits, "operations": self._writer.operations, "waiting": self._writer.queue_depth(),
         }  # fmt: skip
         return state
+
+    def _pause_reason(self, conn: sa.Connection, step: int) -> str:
+        """Why the fixed schedule cannot go on with ``step``; empty when it can."""
+        if not self._is_fixed:
+            return ""
+        return str(self._paused(conn, fixed_ordinals(step, self.rules.groups_per_step)) or "")
 
     def _scalar(self, conn: sa.Connection, expression: Any, table: sa.Table, *where: Any) -> int:
         query = sa.select(expression).select_from(table).where(table.c.run_id == self.run.run_id, *where)
@@ -116,7 +124,7 @@ class Status(Tools):
         p = t.plan.c
         return {
             "issued": self._count(conn, t.prompt_group),
-            "opened": self._frontier(conn).ordinal + 1,
+            "opened": max(self._frontier(conn).ordinal + 1, self._watermark),
             "planned": self._scalar(
                 conn, sa.func.coalesce(sa.func.sum(p.n_groups), 0), t.plan, self._along(p.lineage, p.step, lineage)
             ),
@@ -154,14 +162,14 @@ class Status(Tools):
         counts |= {outcome: kinds.get(f"submit_{outcome}", 0) for outcome in SUBMIT_OUTCOMES}
         return counts | {"salvaged": kinds.get("sample_salvaged", 0)}
 
-    def _roles(self, conn: sa.Connection, now_us: int) -> list[dict]:
+    def _roles(self, conn: sa.Connection, now_us: int) -> list[dict[str, Any]]:
         rows = conn.execute(sa.select(t.fence).where(t.fence.c.run_id == self.run.run_id).order_by(t.fence.c.role))
         return [
             {"role": r.role, "epoch": r.epoch, "holder": r.holder, "expires_in_s": round((r.expires_at_us - now_us) / 1e6, 3)}
             for r in rows
         ]
 
-    def _workers(self, conn: sa.Connection, now_us: int) -> list[dict]:
+    def _workers(self, conn: sa.Connection, now_us: int) -> list[dict[str, Any]]:
         w, lease = t.worker.c, t.lease.c
         held = pairs(
             conn.execute(
@@ -197,12 +205,12 @@ class Status(Tools):
         ).one()  # fmt: skip
         return {"samples_per_s": round(n / window_s, 3), "tokens_per_s": round(int(tokens) / window_s, 3)}
 
-    def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict]:
+    def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict[str, Any]]:
         """Metrics stored with finished plans along the ancestry, one dict per step in order."""
         with self._read() as conn:
             return self._step_rows(conn, lineage, first_step)
 
-    def _step_rows(self, conn: sa.Connection, lineage: int, first_step: int, *, newest: bool = False) -> list[dict]:
+    def _step_rows(self, conn: sa.Connection, lineage: int, first_step: int, *, newest: bool = False) -> list[dict[str, Any]]:
         o = t.plan_outcome.c
         query = sa.select(t.plan_outcome).where(
             o.run_id == self.run.run_id, self._along(o.lineage, o.step, lineage), o.step >= first_step
@@ -214,7 +222,7 @@ class Status(Tools):
             for r in conn.execute(query)
         ]
 
-    def explain(self, key: SlotKey) -> dict:
+    def explain(self, key: SlotKey) -> dict[str, Any]:
         """The whole story of one rollout in order: issue, leases, failures, tool calls, sample, plan, step, checkpoint.
 
         Returns scalars for a summary and ``history``: entries with ``at_s``, ``what`` and the ids that matter.
@@ -252,20 +260,25 @@ class Status(Tools):
         where = (c.run_id == self.run.run_id, c.ordinal == key.ordinal, c.sibling == key.sibling)
         return conn.execute(sa.select(table).where(*where)).first()
 
-    def _event_history(self, conn: sa.Connection, key: SlotKey) -> list[tuple[int, dict]]:
+    def _event_history(self, conn: sa.Connection, key: SlotKey) -> list[tuple[int, dict[str, Any]]]:
         e = t.event.c
         here = sa.or_(e.sibling == key.sibling, e.sibling.is_(None))
         rows = conn.execute(
-            sa.select(t.event).where(e.run_id == self.run.run_id, e.ordinal == key.ordinal, here).order_by(e.seq).limit(HISTORY_ROWS)
+            sa.select(t.event)
+            .where(e.run_id == self.run.run_id, e.ordinal == key.ordinal, here)
+            .order_by(e.seq)
+            .limit(HISTORY_ROWS)
         )
         out = []
         for r in rows:
             ids = {"token": r.token, "worker": r.incarnation}
-            entry = {"what": r.kind} | {name: value for name, value in ids.items() if value is not None} | json.loads(r.detail_json)
+            entry = (
+                {"what": r.kind} | {name: value for name, value in ids.items() if value is not None} | json.loads(r.detail_json)
+            )
             out.append((r.at_us, entry))
         return out
 
-    def _tool_history(self, conn: sa.Connection, key: SlotKey) -> list[tuple[int, dict]]:
+    def _tool_history(self, conn: sa.Connection, key: SlotKey) -> list[tuple[int, dict[str, Any]]]:
         out = []
         for r in self._tool_rows(conn, key):
             out.append((r.requested_at_us, {"what": "tool_called", "call": r.call_index, "tool": r.tool, "token": r.lease_token}))
@@ -273,13 +286,13 @@ class Status(Tools):
                 out.append((r.answered_at_us, {"what": "tool_answered", "call": r.call_index}))
         return out
 
-    def _tell_lease(self, conn: sa.Connection, key: SlotKey, story: dict) -> None:
+    def _tell_lease(self, conn: sa.Connection, key: SlotKey, story: dict[str, Any]) -> None:
         lease = self._row(conn, t.lease, key)
         if lease is not None:
             story["state"] = "leased" if lease.incarnation else "pending"
             story |= {"lease_token": lease.token, "attempt": lease.attempt, "worker": lease.incarnation}
 
-    def _tell_sample(self, conn: sa.Connection, key: SlotKey, story: dict, history: list) -> None:
+    def _tell_sample(self, conn: sa.Connection, key: SlotKey, story: dict[str, Any], history: list[Any]) -> None:
         s = self._row(conn, t.sample, key)
         if s is None:
             return
@@ -292,13 +305,13 @@ class Status(Tools):
         history.append((s.accepted_at_us, {"what": "sample_accepted", "token": s.lease_token, "worker": s.incarnation,
                                            "reward": s.reward, "reward_status": s.reward_status}))  # fmt: skip
 
-    def _tell_verdict(self, conn: sa.Connection, key: SlotKey, story: dict, history: list) -> None:
+    def _tell_verdict(self, conn: sa.Connection, key: SlotKey, story: dict[str, Any], history: list[Any]) -> None:
         verdict = self._row(conn, t.verdict, key)
         if verdict is not None:
             story |= {"state": verdict.kind, "reason": verdict.reason}
             history.append((verdict.decided_at_us, {"what": "verdict", "verdict": verdict.kind, "reason": verdict.reason}))
 
-    def _tell_training(self, conn: sa.Connection, key: SlotKey, story: dict, history: list) -> None:
+    def _tell_training(self, conn: sa.Connection, key: SlotKey, story: dict[str, Any], history: list[Any]) -> None:
         run_id, i, p, o, c = self.run.run_id, t.plan_item.c, t.plan.c, t.plan_outcome.c, t.checkpoint.c
         lineage = self._newest_lineage()
         item = conn.execute(

@@ -22,9 +22,10 @@ import sqlalchemy as sa
 
 from rollbook.core.errors import InvalidRequest
 from rollbook.core.idempotency import payload_digest
-from rollbook.core.records import RewardStatus, SlotKey, Submission, SubmitOutcome, SubmitResult, Trajectory
+from rollbook.core.records import RewardStatus, Submission, SubmitOutcome, SubmitResult, Trajectory
 from rollbook.core.staleness import fixed_step_of, fixed_version, head_lag
 from rollbook.ledger import schema as t
+from rollbook.ledger.base import storable
 from rollbook.ledger.leasing import Leasing
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -63,11 +64,16 @@ def check_trajectory(trajectory: Trajectory, tokens_max: int, payload_bytes_max:
     if n == 0 or n_bytes % 4:
         return "token_ids: needs at least one whole int32", 0, 0
     if len(trajectory.logprobs) != n_bytes or len(trajectory.versions) != n_bytes:
-        return (f"lengths differ: {n} tokens, {len(trajectory.logprobs) / 4:g} logprobs, {len(trajectory.versions) / 4:g} versions", 0, 0)
+        return (
+            f"lengths differ: {n} tokens, {len(trajectory.logprobs) / 4:g} logprobs, {len(trajectory.versions) / 4:g} versions",
+            0,
+            0,
+        )
     if n > tokens_max:
         return f"{n} tokens; at most {tokens_max}", 0, 0
-    if 3 * n_bytes + len(trajectory.loss_mask) > payload_bytes_max:
-        return f"{3 * n_bytes + len(trajectory.loss_mask)} bytes; at most {payload_bytes_max} (ledger.payload_bytes_max)", 0, 0
+    size = 3 * n_bytes + len(trajectory.loss_mask)
+    if size > payload_bytes_max:
+        return f"{size} bytes; at most {payload_bytes_max} beside the evidence (ledger.payload_bytes_max)", 0, 0
     if reason := _check_logprobs(trajectory.logprobs):
         return reason, 0, 0
     if trajectory.loss_mask:
@@ -145,7 +151,8 @@ class Submitting(Leasing):
             return f"reward {item.reward!r} is not finite", 0, 0
         if not (math.isfinite(item.generate_s) and math.isfinite(item.verify_s)):
             return "generate_s and verify_s must be finite", 0, 0
-        return check_trajectory(item.trajectory, self.rules.tokens_max, self._payload_bytes_max)
+        room = self._payload_bytes_max - len(item.evidence_json)
+        return check_trajectory(item.trajectory, self.rules.tokens_max, room)
 
     def _submit_batch(self, txn: Txn, calls: list[list[_Checked]]) -> list[list[SubmitResult]]:
         """Judge and store the samples of several calls together."""
@@ -157,7 +164,7 @@ class Submitting(Leasing):
         results = []
         for c in everything:
             outcome, reason, lease = self._judge(view, c, txn.now_us)
-            key = tuple(c.item.key)
+            key = c.item.key
             if outcome is SubmitOutcome.ACCEPTED:
                 salvaged = reason != ""
                 accepted.append((c, lease, salvaged))
@@ -171,7 +178,7 @@ class Submitting(Leasing):
         self._store(txn, accepted)
         self._events(txn, events)
         if freed:
-            self._free(txn, freed)
+            self._free(txn, freed, counts=False)
             txn.rings.add("lease")
         if unrewarded := sorted({c.item.key.ordinal for c, _, _ in accepted if c.item.reward is None}):
             self._settle_groups(txn, unrewarded)
@@ -207,7 +214,7 @@ class Submitting(Leasing):
 
     def _judge(self, view: _View, c: _Checked, now_us: int) -> tuple[SubmitOutcome, str, Any]:
         """(outcome, reason, lease row). An accepted sample with a reason is a salvaged one."""
-        item, key = c.item, tuple(c.item.key)
+        item, key = c.item, c.item.key
         if key not in view.known:
             return SubmitOutcome.INVALID, f"the run has no slot {item.key}", None
         if (stored := view.samples.get(key)) is not None:
@@ -240,11 +247,17 @@ class Submitting(Leasing):
             step = fixed_step_of(item.key.ordinal, rules.groups_per_step)
             due = fixed_version(step, rules.fixed_lag_versions)
             if not c.version_min == c.version_max == due:
-                return SubmitOutcome.INVALID, f"slot {item.key} of step {step} is sampled under version {due}, got {c.version_min}..{c.version_max}"
+                return (
+                    SubmitOutcome.INVALID,
+                    f"slot {item.key} of step {step} is sampled under version {due}, got {c.version_min}..{c.version_max}",
+                )
             return None
         lag = head_lag(view.next_step, c.version_min)
         if lag > rules.max_lag_versions:
-            return SubmitOutcome.REFUSED, f"too stale: version {c.version_min} lags {lag} at step {view.next_step}, bound {rules.max_lag_versions}"
+            return (
+                SubmitOutcome.REFUSED,
+                f"too stale: version {c.version_min} lags {lag} at step {view.next_step}, bound {rules.max_lag_versions}",
+            )
         return None
 
     def _store(self, txn: Txn, accepted: Sequence[tuple[_Checked, Any, bool]]) -> None:
@@ -266,7 +279,7 @@ class Submitting(Leasing):
             payloads.append({
                 "run_id": run_id, "ordinal": item.key.ordinal, "sibling": item.key.sibling, "token_ids": trajectory.token_ids,
                 "logprobs": trajectory.logprobs, "versions": pack_versions(trajectory), "loss_mask": trajectory.loss_mask,
-                "evidence_json": item.evidence_json,
+                "evidence_json": storable(item.evidence_json),
             })  # fmt: skip
         self._database.insert_rows(txn.conn, t.sample, samples)
         self._database.insert_rows(txn.conn, t.payload, payloads)
@@ -291,7 +304,7 @@ def _receipt(c: _Checked) -> _Receipt:
 def _conflict(item: Submission, stored: Any) -> str:
     same_key = (stored.lease_token, stored.incarnation, stored.sequence) == (item.lease_token, item.incarnation, item.sequence)
     what = "the same submit key was used with other content" if same_key else f"filled by {stored.incarnation} with other content"
-    return f"slot {SlotKey(*item.key)}: {what}; the stored sample {stored.payload_digest[:12]}… stands"
+    return f"slot {item.key}: {what}; the stored sample {stored.payload_digest[:12]}… stands"
 
 
 _LEASE = ("ordinal", "sibling", "token", "attempt", "incarnation", "expires_at_us")

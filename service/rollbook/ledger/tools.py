@@ -1,7 +1,7 @@
 """Tool calls of multi-turn rollouts, recorded before and after they run.
 
-Owns ``record_tool_call`` and ``tool_calls``. Never runs a tool. Upholds R13: key (slot, call index), the request digest is compared,
-and the trajectory up to the call is stored with it, so that a re-leased rollout continues from the stored prefix.
+Owns ``record_tool_call`` and ``tool_calls``. Never runs a tool. Upholds R13: key (slot, call index), request
+digests are compared, and the trajectory up to the call is stored with it, so that a re-leased rollout continues from there.
 """
 
 from __future__ import annotations
@@ -75,9 +75,18 @@ class Tools(Publishing):
         p = call.prefix
         txn.conn.execute(
             sa.insert(t.tool_call).values(
-                run_id=self.run.run_id, ordinal=call.key.ordinal, sibling=call.key.sibling, call_index=call.call_index,
-                request_digest=call.request_digest, lease_token=lease_token, tool=call.tool, request_json=call.request_json,
-                token_ids=p.token_ids, logprobs=p.logprobs, versions=pack_versions(p), loss_mask=p.loss_mask,
+                run_id=self.run.run_id,
+                ordinal=call.key.ordinal,
+                sibling=call.key.sibling,
+                call_index=call.call_index,
+                request_digest=call.request_digest,
+                lease_token=lease_token,
+                tool=call.tool,
+                request_json=call.request_json,
+                token_ids=p.token_ids,
+                logprobs=p.logprobs,
+                versions=pack_versions(p),
+                loss_mask=p.loss_mask,
                 requested_at_us=txn.now_us,
             )  # fmt: skip
         )

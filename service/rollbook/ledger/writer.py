@@ -169,8 +169,8 @@ class Writer:
         for part in done:
             for operation, result in zip(part.operations, part.results, strict=True):
                 operation.future.set_result(result)
-        for operation, error in failed:
-            operation.future.set_exception(error)
+        for operation, reason in failed:
+            operation.future.set_exception(reason)
         if rings:
             self._on_commit(rings)
 
