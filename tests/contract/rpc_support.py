@@ -117,6 +117,7 @@ ANSWERS: dict[str, Any] = {
     "audit": [Violation("P3", "step_gap", "step 3 is missing", ("0.3",))],
     "explain": {"events": [{"kind": "leased"}]},
     "quarantine_group": None,
+    "retry_group": None,
     "drain": None,
 }
 """One answer for every verb of the port."""
@@ -152,6 +153,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "audit": ((), {}),
     "explain": ((KEY,), {}),
     "quarantine_group": ((12, "kills its workers"), {}),
+    "retry_group": ((12, "the judge is back"), {}),
     "drain": ((), {}),
 }  # fmt: skip
 """Arguments for every verb of the port, none of them at its default."""

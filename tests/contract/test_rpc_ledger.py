@@ -95,6 +95,7 @@ def live(scene: Scene) -> dict[str, Any]:
     scene.finish(1)
     checkpoint = scene.checkpoint(1)
     ledger.mark_checkpoint(scene.learner, 0, 1, "corrupt")
+    ledger.retry_group(lost.key.ordinal, "the cause is repaired")
     ledger.quarantine_group(3, "a human said so")
     assert ledger.renew_role(scene.learner) == scene.learner
     seen = {

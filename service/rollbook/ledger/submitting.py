@@ -74,6 +74,8 @@ def check_trajectory(trajectory: Trajectory, tokens_max: int, payload_bytes_max:
     size = 3 * n_bytes + len(trajectory.loss_mask)
     if size > payload_bytes_max:
         return f"{size} bytes; at most {payload_bytes_max} beside the evidence (ledger.payload_bytes_max)", 0, 0
+    if trajectory.token_ids[3::4].translate(None, _POSITIVE):
+        return "a token id is negative", 0, 0
     if reason := _check_logprobs(trajectory.logprobs):
         return reason, 0, 0
     if trajectory.loss_mask:
@@ -91,6 +93,8 @@ def check_trajectory(trajectory: Trajectory, tokens_max: int, payload_bytes_max:
     return "", min(versions), max(versions)
 
 
+_POSITIVE = bytes(range(0x80))
+"""High bytes of int32 values that are not negative."""
 _ORDINARY = bytes(range(0x80, 0xFF))
 """High bytes of float32 values that are negative and finite (all but the largest exponents)."""
 
@@ -172,7 +176,7 @@ class Submitting(Leasing):
                 del view.leases[key]
             if outcome is not SubmitOutcome.ACCEPTED or reason:
                 events.append(self._submit_event(txn, c.item, outcome, reason))
-            if outcome is SubmitOutcome.REFUSED and lease is not None and lease.incarnation == c.item.incarnation:
+            if outcome is SubmitOutcome.REFUSED and _holds(lease, c.item):
                 freed.append(lease)
             results.append(SubmitResult(c.item.key, outcome, reason))
         self._store(txn, accepted)
@@ -295,6 +299,11 @@ class _Receipt:
     incarnation: str
     sequence: int
     payload_digest: str
+
+
+def _holds(lease: Any, item: Submission) -> bool:
+    """Whether the submission was made under the lease that stands now; a late one may not touch a newer lease (P8)."""
+    return lease is not None and (lease.token, lease.incarnation) == (item.lease_token, item.incarnation)
 
 
 def _receipt(c: _Checked) -> _Receipt:

@@ -78,10 +78,17 @@ class Delivery:
         return len(left)
 
     def deliver(self, submissions: Sequence[Submission]) -> None:
-        """Make the submissions durable here, then in the ledger, then forget them here."""
+        """Make the submissions durable here, then in the ledger, then forget them here; a full disk here stops nothing."""
         if not submissions:
             return
-        self._spool.put(submissions)
+        try:
+            self._spool.put(submissions)
+        except OSError as error:
+            # Sending needs no disk. Without the spool a death before the answer costs these generations; ending here would too.
+            log.error(
+                "the spool cannot be written, sending without it: %s; free space or repair the disk", error,
+                extra={"event": "spool_failed", "samples": len(submissions)},
+            )  # fmt: skip
         failpoint("worker.before_submit")
         self._send(submissions)
         failpoint("worker.after_submit")

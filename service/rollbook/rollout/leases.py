@@ -25,14 +25,17 @@ class LeaseNote:
         self._path, self._run_id = Path(path), run_id
 
     def write(self, incarnation: str, grants: Sequence[LeaseGrant]) -> None:
-        """Replace the note; no grants remove it."""
-        if not grants:
-            self._path.unlink(missing_ok=True)
-            return
+        """Replace the note; no grants remove it. Where it cannot be written the work goes on without it."""
         held = [[grant.key.ordinal, grant.key.sibling, grant.token] for grant in grants]
         temporary = self._path.with_suffix(".new")
-        temporary.write_text(json.dumps({"run_id": self._run_id, "incarnation": incarnation, "held": held}))
-        os.replace(temporary, self._path)
+        try:
+            if held:
+                temporary.write_text(json.dumps({"run_id": self._run_id, "incarnation": incarnation, "held": held}))
+                os.replace(temporary, self._path)
+            else:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("lease note not written", extra={"event": "note_failed", "file": str(self._path), "reason": str(error)})
 
     def left_by(self, dead: str) -> list[FailureReport]:
         """Reports that free what the incarnation ``dead`` held when it ended; empty when the note is not its own."""

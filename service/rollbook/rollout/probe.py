@@ -56,7 +56,12 @@ def load_verified(engine: Engine, version: PolicyVersion, run_dir: str, toleranc
     """
     started = time.monotonic()
     directory = Path(run_dir) / version.path
-    digest = engine.load(str(directory), version.version)
+    try:
+        digest = engine.load(str(directory), version.version)
+    except (DigestMismatch, OSError) as error:
+        if directory.is_dir():
+            raise
+        raise NotReady(f"{directory} was deleted while it was being read: a newer version is the head by now") from error
     if digest != version.digest:
         raise DigestMismatch(
             f"version {version.lineage}.{version.version} in {directory}: loaded digest {digest[:16]}, published "

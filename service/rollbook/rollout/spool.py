@@ -79,18 +79,23 @@ class Spool:
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def put(self, submissions: Sequence[Submission]) -> None:
-        """Make submissions durable; when this returns they survive the process and the machine."""
+        """Make submissions durable; when this returns they survive the process and the machine.
+
+        Raises: OSError (no space, for example); nothing of these submissions is left then.
+        """
         if not submissions:
             return
-        written: list[tuple[Path, Path]] = []
-        for submission in submissions:
-            final = self._path(submission)
-            temporary = final.with_suffix(".tmp")
-            with open(temporary, "wb") as file:
-                file.write(encode(self._run_id, submission))
-                file.flush()
-                os.fsync(file.fileno())
-            written.append((temporary, final))
+        written = [(self._path(s).with_suffix(".tmp"), self._path(s)) for s in submissions]
+        try:
+            for submission, (temporary, _) in zip(submissions, written, strict=True):
+                with open(temporary, "wb") as file:
+                    file.write(encode(self._run_id, submission))
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError:
+            for temporary, _ in written:  # half a file is of no use and takes the space that is missing
+                temporary.unlink(missing_ok=True)
+            raise
         failpoint("worker.mid_spool")
         for temporary, final in written:
             os.replace(temporary, final)
@@ -120,8 +125,9 @@ class Spool:
             self._path(submission).unlink(missing_ok=True)
 
     def set_aside(self, submission: Submission, reason: str) -> None:
-        """Keep a submission's file for a human, but never send it again."""
-        self._set_aside(self._path(submission), reason)
+        """Keep a submission's file, if it has one, for a human, but never send it again."""
+        if self._path(submission).exists():
+            self._set_aside(self._path(submission), reason)
 
     def _set_aside(self, path: Path, reason: str) -> None:
         aside = path.with_name(path.name + ".aside")

@@ -7,6 +7,7 @@ files, log lines and the database, never from a fixed delay.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -24,9 +26,12 @@ import oracle
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MODEL = REPOSITORY / "service" / "rollbook" / "assets" / "sort-digits"
+_LIBC = ctypes.CDLL(None)
+HOOKS = Path(__file__).resolve().parent / "hooks"
 RUN_ID = "kills"
-RUN_BOUND_S = 300.0
+RUN_BOUND_S = 600.0
 """Longest any run may take; a run that takes longer hangs."""
+COMMAND_BOUND_S = 300.0
 
 _CONFIG = """
 [run]
@@ -86,7 +91,7 @@ class TookTooLong(AssertionError):
     """A bounded wait ended without what it waited for."""
 
 
-def wait_until(what: str, happened: Callable[[], Any], bound_s: float = 120.0, poll_s: float = 0.02) -> Any:
+def wait_until(what: str, happened: Callable[[], Any], bound_s: float = 240.0, poll_s: float = 0.02) -> Any:
     """Poll until ``happened`` returns something true, and return it."""
     deadline = time.monotonic() + bound_s
     while not (value := happened()):
@@ -139,14 +144,19 @@ class System:
     root: Path
     schedule: str = "bounded"
     workers: int = 2
-    steps: int = 28
+    steps: int = 32
     url: str = ""
     failpoints: Mapping[str, str] = field(default_factory=dict)
     lease_ttl_s: float = 6.0
     heartbeat_s: float = 1.0
-    environment: Mapping[str, str] = field(default_factory=dict)
+    planted: str = ""
     supervisor: subprocess.Popen[bytes] | None = None
     fired_at: dict[str, float] = field(default_factory=dict)
+    replayed: tuple[int, str] = (-1, "not replayed")
+    audited: tuple[int, str] = (-1, "not audited")
+    killed: list[str] = field(default_factory=list)
+    stopped: dict[str, str] = field(default_factory=dict)
+    _tables: dict[str, list[oracle.Row]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -178,12 +188,12 @@ class System:
     def start(self) -> None:
         """``rollbook run``, with the failpoints in the environment of every role."""
         armed = ",".join(f"{name}={action}" for name, action in self.failpoints.items())
-        env = os.environ | {"OMP_NUM_THREADS": "1", "ROLLBOOK_FAILPOINTS": armed, "ROLLBOOK_FAILPOINTS_ONCE_DIR": str(self.markers)}
-        env |= {"PYTHONPATH": str(REPOSITORY / "service")} | self.environment
+        env = _environment(HOOKS) | {"KILLS_ACKS": str(self.root / "acks"), "KILLS_PLANTED": self.planted}
+        env |= {"ROLLBOOK_FAILPOINTS": armed, "ROLLBOOK_FAILPOINTS_ONCE_DIR": str(self.markers)}
         with (self.root / "output.txt").open("ab") as out:
             self.supervisor = subprocess.Popen(
                 [*_rollbook(), "run", str(self.config), "--plain", "--no-report"], env=env, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_the_tests,
             )  # fmt: skip
 
     def wait(self, bound_s: float = RUN_BOUND_S) -> int:
@@ -198,10 +208,28 @@ class System:
         return code
 
     def run(self) -> System:
-        """Start and wait; the run must end with exit code 0."""
+        """Start and finish."""
         self.start()
+        return self.finish()
+
+    def until(self, what: str, happened: Callable[[], Any]) -> Any:
+        """``wait_until`` while the run goes on; its early end is an error at once."""
+
+        def look() -> Any:
+            value = happened()
+            if not value and self.supervisor is not None and self.supervisor.poll() is not None:
+                raise AssertionError(f"the run ended before this: {what}\n{self.output()[-4000:]}")
+            return value
+
+        return wait_until(what, look)
+
+    def finish(self) -> System:
+        """Wait for the end, which must be exit code 0; then let the product audit and replay the run."""
         code = self.wait()
         assert code == 0, f"exit code {code}\n{self.output()[-6000:]}\n{self.tails()}"
+        self._tables = oracle.read_ledger(self.ledger_url, RUN_ID)
+        self.audited = self.command("audit", str(self.dir))
+        self.replayed = self.command("replay", str(self.dir))
         return self
 
     def end_everything(self) -> None:
@@ -232,20 +260,17 @@ class System:
         path = self.dir / "logs" / f"{role}.log"
         return [*_parse(path.read_text(errors="replace"))] if path.exists() else []
 
-    def rows(self, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
-        """A query on the live SQLite file through a read-only connection; nothing while there is no such table yet."""
-        from pysqlite3 import dbapi2 as sqlite
-
-        path = self.dir / "ledger.sqlite"
-        if not path.exists():
+    def rows(self, statement: str) -> list[tuple[Any, ...]]:
+        """A query on the live database through a connection of its own; nothing while the database cannot answer."""
+        if not self.url and not (self.dir / "ledger.sqlite").exists():
             return []
-        connection = sqlite.connect(f"file:{path}?mode=ro", uri=True, timeout=10)
         try:
-            return connection.execute(statement, parameters).fetchall()
-        except sqlite.OperationalError:
+            with contextlib.closing(oracle.connect(self.ledger_url)) as connection:
+                return connection.cursor().execute(statement).fetchall()
+        except Exception as error:
+            if type(error).__name__ not in ("OperationalError", "UndefinedTable", "DatabaseError"):
+                raise
             return []
-        finally:
-            connection.close()
 
     def steps_ended(self) -> int:
         """Steps that have an outcome so far."""
@@ -253,18 +278,35 @@ class System:
         return rows[0][0] if rows else 0
 
     def tables(self) -> dict[str, list[oracle.Row]]:
-        return oracle.read_ledger(self.ledger_url, RUN_ID)
+        """Every row as it was when the run had finished."""
+        return self._tables
 
     def command(self, *arguments: str) -> tuple[int, str]:
         """Exit code and output of another ``rollbook`` command on this run."""
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "service")}
-        done = subprocess.run([*_rollbook(), *arguments], env=env, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [*_rollbook(), *arguments], env=_environment(), capture_output=True, text=True, timeout=COMMAND_BOUND_S, check=False
+        )
         return done.returncode, done.stdout + done.stderr
 
-    def replays_before(self, marker: str) -> int | None:
+    def acks(self) -> list[oracle.Row]:
+        """Every answer to a submission, as the workers received it."""
+        path = self.root / "acks"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def replays_after(self, marker: str) -> int | None:
         """Plans that the learner replayed in its first start after ``marker`` was set; None when it never started again."""
         later = [e for e in self.logged("learner") if e.event == "learner_opened" and e.at > self.fired_at[marker]]
         return int(later[0].fields["plans_to_replay"]) if later else None
+
+
+def _environment(*python_path: Path) -> dict[str, str]:
+    path = os.pathsep.join(map(str, [*python_path, REPOSITORY / "service"]))
+    return dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def _die_with_the_tests() -> None:
+    """A supervisor must not outlive the tests that were themselves killed (prctl PR_SET_PDEATHSIG)."""
+    _LIBC.prctl(1, signal.SIGKILL)
 
 
 def _rollbook() -> list[str]:
@@ -279,16 +321,23 @@ def _parse(text: str) -> Iterator[Logged]:
             yield Logged(at, found[2], dict(re.findall(r"(\w+)=(\S+)", found[3])))
 
 
-def check_finished(system: System, *, conflicts_allowed: bool = False) -> None:
+def check_finished(system: System) -> None:
     """The verdicts that every finished run must get: the product's own audit, and the independent oracle."""
-    assert "audit: clean" in system.output(), system.output()[-3000:]
-    found = oracle.findings(system.tables(), system.dir, steps=system.steps, conflicts_allowed=conflicts_allowed)
-    assert found == []
+    assert system.audited[0] == 0 and "audit: clean" in system.audited[1], system.audited[1]
+    found = oracle.findings(system.tables(), system.dir, steps=system.steps, acks=system.acks())
+    assert not found, "\n".join(found)
+
+
+def check_nothing_else_died(system: System) -> None:
+    """Every death the supervisor saw is one of the armed kills: nothing failed by itself and was hidden by a restart."""
+    deaths = Counter(re.findall(r"\b(ledger|feeder|learner|worker)(?:-\d+)? died \(killed by SIGKILL\)", system.output()))
+    armed = Counter(marker.partition(".")[0] for marker in system.fired_at)
+    assert (deaths, "exit code" in system.output()) == (armed, False), system.output()[-3000:]
 
 
 def check_replay(system: System) -> None:
     """Oracle R: an uninterrupted learner over the stored plans gives the digest of every version."""
-    code, text = system.command("replay", str(system.dir))
+    code, text = system.replayed
     assert code == 0, text
     result = json.loads(text[text.index("{") :])
     assert (result["equal"], result["steps"], result["versions_compared"]) == (True, system.steps, system.steps + 1)

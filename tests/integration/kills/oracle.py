@@ -24,21 +24,25 @@ TABLES = (
 )  # fmt: skip
 
 
-def read_ledger(url: str, run_id: str) -> dict[str, list[Row]]:
-    """Every row of one run, by table, through a read-only connection of our own."""
+def connect(url: str) -> Any:
+    """A read-only connection of our own to the database of a ledger URL."""
     if url.startswith("postgresql"):
         import psycopg
 
-        connection = psycopg.connect(url.replace("postgresql+psycopg://", "postgresql://"))
+        connection = psycopg.connect(url.replace("postgresql+psycopg://", "postgresql://"), connect_timeout=5)
         connection.read_only = True
-        mark = "%s"
-    else:
-        try:
-            from pysqlite3 import dbapi2 as sqlite
-        except ImportError:
-            import sqlite3 as sqlite  # type: ignore[no-redef]
-        connection = sqlite.connect(f"file:{url.removeprefix('sqlite:///')}?mode=ro", uri=True)
-        mark = "?"
+        return connection
+    try:
+        from pysqlite3 import dbapi2 as sqlite
+    except ImportError:
+        import sqlite3 as sqlite  # type: ignore[no-redef]
+    return sqlite.connect(f"file:{url.removeprefix('sqlite:///')}?mode=ro", uri=True, timeout=10)
+
+
+def read_ledger(url: str, run_id: str) -> dict[str, list[Row]]:
+    """Every row of one run, by table."""
+    mark = "%s" if url.startswith("postgresql") else "?"
+    connection = connect(url)
     try:
         tables = {}
         for table in TABLES:
@@ -100,16 +104,19 @@ class Ledger:
         return self.tables[table]
 
 
-def findings(tables: dict[str, list[Row]], run_dir: Path | None, *, steps: int, conflicts_allowed: bool = False) -> list[str]:
-    """Everything that is wrong with a finished run of ``steps`` steps, as ``check: detail``."""
+def findings(tables: dict[str, list[Row]], run_dir: Path | None, *, steps: int, acks: list[Row] | None = None) -> list[str]:
+    """Everything that is wrong with a finished run of ``steps`` steps, as ``check: detail``.
+
+    ``acks``: answers to submissions as the workers received them; each one that says durable must be so.
+    """
     ledger = Ledger(tables)
     found: list[str] = []
-    for check in (samples, rewards, leases, plans, chain, versions, lag, conservation, epochs):
+    for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, epochs):
         found += [f"{check.__name__}: {detail}" for detail in check(ledger)]
     found += [f"steps: {detail}" for detail in _steps(ledger, steps)]
-    if not conflicts_allowed:
-        bad = Counter(r["kind"] for r in ledger["event"] if r["kind"] in ("submit_conflict", "submit_invalid"))
-        found += [f"submissions: {n} events {kind}" for kind, n in bad.items()]
+    bad = Counter(r["kind"] for r in ledger["event"] if r["kind"] in ("submit_conflict", "submit_invalid"))
+    found += [f"submissions: {n} events {kind}" for kind, n in bad.items()]
+    found += [f"acknowledged: {detail}" for detail in _acknowledged(ledger, acks or [])]
     if run_dir is not None:
         found += [f"files: {detail}" for detail in files(ledger, run_dir)]
     return found
@@ -140,6 +147,20 @@ def samples(ledger: Ledger) -> Iterator[str]:
     for (incarnation, sequence), n in Counter((r["incarnation"], r["sequence"]) for r in ledger["sample"]).items():
         if n > 1:
             yield f"submission {sequence} of {incarnation} stands for {n} samples"
+
+
+def _acknowledged(ledger: Ledger, acks: list[Row]) -> Iterator[str]:
+    """What a worker was told is durable is in the ledger: these bytes and, when accepted, by this submission."""
+    for ack in acks:
+        if ack["outcome"] not in ("accepted", "replayed"):
+            continue
+        key = (ack["key"][0], ack["key"][1])
+        sample, payload = ledger.samples.get(key), ledger.payloads.get(key)
+        stored = payload and hashlib.sha256(bytes(payload["token_ids"]) + bytes(payload["logprobs"]) + all_versions(payload))
+        if sample is None or not stored or stored.hexdigest() != ack["bytes"]:
+            yield f"sample {key} was {ack['outcome']}, but is not stored with these bytes"
+        elif ack["outcome"] == "accepted" and any(sample[name] != ack[name] for name in ("incarnation", "sequence")):
+            yield f"sample {key} was accepted from {ack['incarnation']}, but is stored from {sample['incarnation']}"
 
 
 def rewards(ledger: Ledger) -> Iterator[str]:
@@ -184,11 +205,10 @@ def _steps(ledger: Ledger, steps: int) -> Iterator[str]:
 
 
 def plans(ledger: Ledger) -> Iterator[str]:
-    """No sample in two plans; whole groups, oldest first, with the samples' own digests and rewards."""
+    """No sample in two plans; whole groups with the samples' own digests and rewards."""
     for key, n in Counter(map(key_of, ledger["plan_item"])).items():
         if n > 1:
             yield f"sample {key} is in {n} plan items"
-    last = -1
     for step, plan in sorted(ledger.plans.items()):
         items = ledger.items[step]
         if [i["pos"] for i in items] != list(range(plan["n_items"])):
@@ -196,9 +216,8 @@ def plans(ledger: Ledger) -> Iterator[str]:
         ordinals = sorted({i["ordinal"] for i in items})
         if len(ordinals) != plan["n_groups"] or plan["n_groups"] != ledger.rules["groups_per_step"]:
             yield f"step {step} has groups {ordinals}, planned were {plan['n_groups']}"
-        if ordinals and (ordinals[0] <= last or [key_of(i) for i in items] != sorted(map(key_of, items))):
-            yield f"step {step} does not take the oldest groups in order"
-        last = ordinals[-1] if ordinals else last
+        if [key_of(i) for i in items] != sorted(map(key_of, items)):
+            yield f"step {step} does not train its samples in order of slot"
         members = {(o, s) for o in ordinals for s in range(ledger.groups[o]["n_siblings"])} - ledger.verdicts
         if members != set(map(key_of, items)):
             yield f"step {step} splits groups at {sorted(members ^ set(map(key_of, items)))}"
@@ -210,6 +229,27 @@ def plans(ledger: Ledger) -> Iterator[str]:
                 yield f"step {step} trains {key_of(item)} under another digest or reward than the sample's"
     for step in ledger.items.keys() - ledger.plans.keys():
         yield f"items of step {step} have no plan"
+
+
+def order(ledger: Ledger) -> Iterator[str]:
+    """A step takes the oldest groups that were complete when it was planned; in fixed lag exactly its own."""
+    size, step_of = ledger.rules["groups_per_step"], {i["ordinal"]: i["step"] for i in ledger["plan_item"]}
+    complete_at = {}
+    for ordinal, group in ledger.groups.items():
+        members = [ledger.samples.get((ordinal, s)) for s in range(group["n_siblings"])]
+        if all(members):
+            complete_at[ordinal] = max(m["accepted_at_us"] for m in members if m)
+    for step, plan in ledger.plans.items():
+        ordinals = sorted({i["ordinal"] for i in ledger.items[step]})
+        if ledger.rules["schedule"] == "fixed" and ordinals != list(range((step - 1) * size, step * size)):
+            yield f"step {step} trains groups {ordinals}"
+        passed_over = [
+            o for o, at in complete_at.items()
+            if o < max(ordinals, default=-1) and at < plan["planned_at_us"] and step_of.get(o, step + 1) > step
+            and not any(key[0] == o for key in ledger.verdicts)
+        ]  # fmt: skip
+        if passed_over:
+            yield f"step {step} passed over the complete groups {passed_over}"
 
 
 def chain(ledger: Ledger) -> Iterator[str]:
@@ -319,7 +359,7 @@ def files(ledger: Ledger, run_dir: Path) -> Iterator[str]:
             yield f"version {number}: no weights on disk"
     done = ledger.samples.keys() | ledger.verdicts
     for path in sorted((run_dir / "spool").glob("*/*")):
-        if path.suffix == ".aside":
+        if path.name.endswith(".sample.aside"):  # a torn .tmp may be set aside: its worker died while it wrote
             yield f"{path.name} was set aside"
         elif path.suffix == ".sample" and _spooled_key(path.read_bytes()) not in done:
             yield f"{path.name}: a finished rollout was never delivered"
