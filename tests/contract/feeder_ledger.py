@@ -61,7 +61,8 @@ class FeederLedger:
         self._check(term)
         if before != self.cursor_row:
             raise CursorMoved("the cursor stands elsewhere")
-        assert [g.ordinal for g in groups] == list(range(before.next_ordinal, after.next_ordinal)) and groups
+        assert [g.ordinal for g in groups] == list(range(before.next_ordinal, after.next_ordinal))
+        assert groups or after == replace(before, exhausted=True)
         self.groups += groups
         self.cursor_row = after
         self.after_append(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,17 @@ def test_the_last_task_of_the_last_epoch_stores_that_the_stream_is_exhausted(fil
     assert prompts(ledger) == expected(3 * TASKS) and ledger.cursor_row.exhausted
     feed(config, ledger)
     assert len(ledger.groups) == 3 * TASKS
+
+
+def test_a_stream_that_is_still_exhausted_after_a_revision_is_said_to_be_so_again(files: tuple[Path, Path]) -> None:
+    config = config_of(files, task={"epochs": 3})
+    ledger = ledger_of(config)
+    ledger.groups_wanted = 100
+    feed(config, ledger)
+    stood = ledger.cursor_row
+    ledger.cursor_row = replace(stood, exhausted=False)
+    feed(config, ledger)
+    assert ledger.cursor_row == stood and len(ledger.groups) == 3 * TASKS
 
 
 def test_a_fixed_schedule_asks_for_no_task_beyond_its_steps(files: tuple[Path, Path]) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Bench, ManualClock
 from ledger_support import STREAM, group, run_record, sample_for, trajectory
 
-from rollbook.core.errors import NotReady, RunPaused, Unavailable
+from conftest import Bench, ManualClock
+from rollbook.core.errors import InvalidRequest, NotReady, RunPaused, Unavailable
 from rollbook.core.records import Cursor, Role, SubmitOutcome
 from rollbook.ledger.submitting import check_trajectory
 from rollbook.ledger.writer import Txn
@@ -156,6 +156,36 @@ def test_an_accepted_revision_lets_the_feeder_say_again_whether_tasks_are_left(b
         s.plan(1)
     now = s.ledger.cursor(STREAM)
     assert not now.exhausted
-    s.ledger.append_groups(s.feeder, now, dataclasses.replace(now, exhausted=True), [])
-    with pytest.raises(RunPaused, match="task"):
-        s.plan(1)
+    for wait_s in (2.0, 3.0):
+        s.ledger.append_groups(s.feeder, now, dataclasses.replace(now, exhausted=True), [])
+        with pytest.raises(RunPaused, match="task"):
+            s.plan(1)
+        s.ledger.open_run(run_record(straggler_wait_s=wait_s), accept_revision=True)
+        assert s.ledger.cursor(STREAM) == now
+
+
+def test_a_wait_that_is_no_number_does_not_hold_a_thread_for_ever(sqlite_bench: Bench) -> None:
+    s = sqlite_bench.scene()
+    nan = float("nan")
+    with ThreadPoolExecutor(3) as pool:
+        lease = pool.submit(s.ledger.lease_slots, s.incarnation, s.head(), 1, nan)
+        beat = pool.submit(s.ledger.heartbeat, s.incarnation, None, [], nan, 0)
+        plan = pool.submit(s.ledger.plan_step, s.learner, 0, 1, nan)
+        try:
+            assert lease.result(timeout=5).grants == () and beat.result(timeout=5).lost == ()
+            with pytest.raises(NotReady):
+                plan.result(timeout=5)
+        finally:
+            s.ledger._bell.ring(["lease", "head", "plan"])
+
+
+@pytest.mark.parametrize("ttl_s", [float("nan"), float("inf"), 0.0, 86_400.1])
+def test_a_term_without_a_sensible_end_is_refused(sqlite_bench: Bench, ttl_s: float) -> None:
+    s = sqlite_bench.scene()
+    with pytest.raises(InvalidRequest, match="ttl_s"):
+        s.ledger.acquire_role(Role.FEEDER, "feeder-2", ttl_s)
+
+
+def test_a_term_of_one_day_is_granted(sqlite_bench: Bench) -> None:
+    s = sqlite_bench.scene()
+    assert s.ledger.acquire_role(Role.FEEDER, "feeder-2", 86_400.0, "feeder-1").epoch == s.feeder.epoch + 1

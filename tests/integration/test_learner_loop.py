@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from learner_support import MemoryLedger, make_config, make_model_dir, rollouts
-from rollbook.core.errors import ChainMismatch, ConfigMismatch, Fenced, InvalidRequest, ReplayDiverged, RoleHeld
+from rollbook.core.errors import ChainMismatch, ConfigMismatch, Fenced, InvalidRequest, ReplayDiverged, RoleHeld, Unavailable
 from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.records import CheckpointState, PlanOutcome, Role
 from rollbook.learner import loop
@@ -374,6 +374,41 @@ def test_a_changed_configuration_needs_a_revision_and_old_plans_keep_theirs(conf
     assert json.loads(ledger.metrics[6])["lr"] == pytest.approx(1e-4)
     ledger.plans[6] = dataclasses.replace(ledger.plans[6], revision=1)
     assert replay(changed, ledger, STEPS)["equal"]
+
+
+def test_what_ended_a_learner_is_told_even_when_its_role_cannot_be_given_up(config, monkeypatch):
+    ledger = MemoryLedger(config, stale)
+
+    def unreachable(term):
+        raise Unavailable("the ledger is gone")
+
+    monkeypatch.setattr(ledger, "release_role", unreachable)
+    with pytest.raises(InvalidRequest, match="lag bound 2"):
+        start(config, ledger, monkeypatch)
+
+
+def test_a_step_without_any_group_is_skipped_and_the_run_goes_on(config, monkeypatch):
+    ledger = MemoryLedger(config, lambda step: [] if step == 2 else rollouts(step))
+    assert start(config, ledger, monkeypatch)
+    assert ledger.plans[2].outcome is PlanOutcome.SKIPPED and ledger.plans[3].outcome is PlanOutcome.TRAINED
+    assert ledger.published[2].digest == ledger.published[1].digest
+
+
+def test_a_plan_is_replayed_under_the_staleness_bound_it_was_planned_for(config, monkeypatch):
+    ledger = MemoryLedger(config, lambda step: rollouts(step, lag=2 if step < STEPS else 1))
+    failpoints.arm("learner.after_publish=raise@6")
+    with pytest.raises(FailpointRaised):
+        start(config, ledger, monkeypatch)
+    failpoints.arm("")
+    changed = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, max_lag_versions=1))
+    plan_step = ledger.plan_step
+
+    def revised(term, lineage, step, wait_s=0.0):
+        plan = plan_step(term, lineage, step, wait_s)
+        return dataclasses.replace(plan, revision=1) if step == STEPS else plan
+
+    monkeypatch.setattr(ledger, "plan_step", revised)
+    assert start(changed, ledger, monkeypatch, "two", supersedes="one")
 
 
 def test_lost_bytes_of_the_head_version_are_written_again(config, monkeypatch):

@@ -133,6 +133,15 @@ def reward(completion, task):
     assert verifier_of(tmp_path, body)("x", {}) == RewardResult(None, RewardStatus.INFRA_ERROR, "the judge is down")
 
 
+@pytest.mark.parametrize(
+    "result", ["1.0, evidence=None", "0.5, evidence=b'x'", "None, 'no_verdict'", "None, RewardStatus.NO_VERDICT, 7"]
+)
+def test_a_result_of_wrong_types_is_an_error_of_the_function_and_not_of_the_worker(tmp_path: Path, result: str) -> None:
+    head = "from rollbook.core.ports import RewardResult\nfrom rollbook.core.records import RewardStatus\n"
+    with pytest.raises(VerifierError, match="status must be a RewardStatus, evidence a text"):
+        verifier_of(tmp_path, f"{head}def reward(completion, task):\n    return RewardResult({result})\n")("x", {})
+
+
 @pytest.mark.parametrize("returned", ["'1.0'", "b'1'", "[1.0]", "{}", "object()"])
 def test_something_that_is_no_number_is_an_error(tmp_path: Path, returned: str) -> None:
     with pytest.raises(VerifierError, match="expected a number or a RewardResult"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -285,6 +286,23 @@ def test_missing_bytes_are_asked_for_again_and_then_named(tmp_path: Path, monkey
     with pytest.raises(NotReady, match="versions/nowhere"):
         work(worker_config(tmp_path), ledger)
     assert ledger.events.count("lease_slots") >= 2
+
+
+def test_a_version_deleted_while_it_is_read_gives_way_to_the_new_head(tmp_path: Path) -> None:
+    ledger = MemoryLedger([publish(tmp_path, 0)], ANSWERS[:2])
+    engine = ScriptedEngine(ledger)
+    load = engine.load
+
+    def overtaken(weights_dir: str, version: int) -> str:
+        if version == 0:
+            shutil.rmtree(weights_dir)
+            ledger.versions.append(publish(tmp_path, 1))
+            raise DigestMismatch(f"{weights_dir}/model.safetensors cannot be read: no such file")
+        return load(weights_dir, version)
+
+    engine.load = overtaken  # type: ignore[method-assign]
+    work(worker_config(tmp_path), ledger, engine)
+    assert len(ledger.submitted) == 2 and engine.version == 1
 
 
 def test_a_version_republished_with_other_weights_is_loaded_again(tmp_path: Path) -> None:

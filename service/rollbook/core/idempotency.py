@@ -33,7 +33,8 @@ def submit_key(run_id: str, key: SlotKey, lease_token: int, incarnation: str, se
 def payload_digest(submission: Submission) -> str:
     """Fingerprint of what was sampled and how it was judged; compared on every replayed submission (P2)."""
     t = submission.trajectory
-    reward = b"" if submission.reward is None else struct.pack("<d", submission.reward)
+    # Adding 0.0 makes -0.0 the 0.0 that SQLite gives back: the digest must hold for what is read again.
+    reward = b"" if submission.reward is None else struct.pack("<d", submission.reward + 0.0)
     return digest(
         "payload", t.token_ids, t.logprobs, t.versions, t.loss_mask, reward, submission.reward_status.value,
         submission.sandbox_status.value, submission.finish_reason.value, submission.lineage,

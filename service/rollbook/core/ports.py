@@ -140,7 +140,7 @@ class LedgerPort(Protocol):
     def plan_step(self, term: RoleTerm, lineage: int, step: int, wait_s: float = 0.0) -> Plan:
         """The plan of ``step``: the stored one, or a new one when enough groups are ready. Key: (lineage, step).
 
-        Raises: NotReady (after ``wait_s``), RunPaused (fixed schedule and a slot cannot be filled).
+        Raises: NotReady (after ``wait_s``), RunPaused (fixed schedule and a slot cannot be filled; tasks used up).
         """
         ...
 
@@ -215,6 +215,10 @@ class LedgerPort(Protocol):
 
     def quarantine_group(self, ordinal: int, reason: str) -> None:
         """Operator's verdict: every unplanned slot of the group is quarantined (R14). Key: ordinal; repeating is success."""
+        ...
+
+    def retry_group(self, ordinal: int, reason: str) -> None:
+        """Operator's word that the cause is repaired: slots of the group that are out of attempts get fresh ones (R14)."""
         ...
 
     def drain(self) -> None:

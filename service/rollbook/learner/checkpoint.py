@@ -25,7 +25,7 @@ import numpy
 import safetensors
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rollbook.core.errors import CheckpointDamaged, Conflict, NotFound
 from rollbook.core.idempotency import genesis_digest
@@ -34,10 +34,10 @@ from rollbook.core.records import Checkpoint, CheckpointState, ResumePoint, Role
 from rollbook.learner import rng
 from rollbook.learner.durable import (
     fsync_directory,
-    fsync_file,
     make_directory,
     promote,
     remove_directory,
+    save_tensors,
     write_durably,
 )
 from rollbook.learner.model_dir import sha256_of
@@ -74,20 +74,19 @@ class CheckpointFiles:
         make_directory(root)
 
     def write(self, state: TrainingState, epoch: int) -> Checkpoint:
-        """Make the state durable under ``<lineage>.<step>.<epoch>`` and return the row that would commit it."""
+        """Make the state durable under ``<lineage>.<step>.<epoch>`` and return the row that would commit it.
+
+        Raises:
+            OSError: naming the file that could not be written; nothing of this checkpoint is left then.
+        """
         progress = state.progress
         name = f"{progress.lineage}.{progress.step}.{epoch}"
         scratch = self.root / f"tmp.{name}.{uuid.uuid4().hex[:8]}"
-        scratch.mkdir()
-        for section in SECTIONS:
-            path = scratch / f"{section}.safetensors"
-            save_file({key: tensor.contiguous() for key, tensor in state.tensors[section].items()}, path)
-            fsync_file(path)
-            failpoint("learner.checkpoint.mid_files")
-        write_durably(scratch / _VALUES, json.dumps(state.values, sort_keys=True).encode())
-        manifest = json.dumps(_manifest(scratch, state, epoch), sort_keys=True, indent=1).encode()
-        write_durably(scratch / MANIFEST, manifest)
-        fsync_directory(scratch)
+        try:
+            manifest = _fill(scratch, state, epoch)
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)  # the space it takes is what is missing
+            raise
         failpoint("learner.checkpoint.before_rename")
         if (self.root / name).exists():
             remove_directory(self.root / name)
@@ -160,6 +159,20 @@ class CheckpointFiles:
         """Delete a directory; an absent one is fine."""
         if (self.root / name).exists():
             remove_directory(self.root / name)
+
+
+def _fill(directory: Path, state: TrainingState, epoch: int) -> bytes:
+    """Write every file of a checkpoint, the manifest last, and return the manifest."""
+    directory.mkdir()
+    for section in SECTIONS:
+        tensors = {key: tensor.contiguous() for key, tensor in state.tensors[section].items()}
+        save_tensors(tensors, directory / f"{section}.safetensors")
+        failpoint("learner.checkpoint.mid_files")
+    write_durably(directory / _VALUES, json.dumps(state.values, sort_keys=True).encode())
+    manifest = json.dumps(_manifest(directory, state, epoch), sort_keys=True, indent=1).encode()
+    write_durably(directory / MANIFEST, manifest)
+    fsync_directory(directory)
+    return manifest
 
 
 def _manifest(directory: Path, state: TrainingState, epoch: int) -> dict[str, Any]:

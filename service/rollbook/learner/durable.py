@@ -9,8 +9,35 @@ Source: ALICE (OSDI 2014) on what a rename without these fsyncs may lose.
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Give an error of writing the name of the file: a full disk must say which one.
+
+    Raises:
+        OSError: with errno, text and file name.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
 
 
 def fsync_file(path: Path) -> None:
@@ -32,11 +59,18 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and flush its data; the directory entry is the caller's to flush."""
-    with open(path, "xb") as file:
+    """Write a new file and flush its data; the directory entry is the caller's to flush. Raises OSError naming the file."""
+    with _named(path), open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file and flush its data, as ``write_durably`` does."""
+    with _named(path):
+        save_file(dict(tensors), path, metadata=metadata)
+        fsync_file(path)
 
 
 def make_directory(path: Path) -> None:

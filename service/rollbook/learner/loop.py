@@ -146,7 +146,7 @@ class Learner:
     def _train(self, plan: Plan) -> StepResult:
         started = time.monotonic()
         samples = list(self.client.payloads(plan.lineage, plan.step))
-        lag_max = self.config.rules().max_lag_versions
+        lag_max = self.trainer.config.rules().max_lag_versions  # of the plan's revision, which the bound of today may not judge
         batch = collate(plan, samples, vocab_size=self.trainer.policy.vocab_size, max_lag_versions=lag_max)
         seconds_fetch = time.monotonic() - started
         result = self.trainer.train_step(batch)

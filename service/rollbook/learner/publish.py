@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import uuid
 from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rollbook.core.config import Config
@@ -24,7 +24,7 @@ from rollbook.core.idempotency import digest
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import PolicyVersion, RoleTerm
 from rollbook.core.weights import safetensors_digest
-from rollbook.learner.durable import fsync_directory, fsync_file, make_directory, promote, remove_directory
+from rollbook.learner.durable import fsync_directory, make_directory, promote, remove_directory, save_tensors
 from rollbook.learner.model import Policy, dtype_of
 from rollbook.learner.state import tensors_digest
 from rollbook.observe.failpoints import failpoint
@@ -90,6 +90,7 @@ class Publisher:
         Raises:
             ReplayDiverged: the ledger holds another digest for this version.
             Fenced: another learner holds the role.
+            OSError: naming the file that could not be written; nothing of this version is left then.
         """
         weights = published_weights(self._policy, self._dtype)
         weights_digest = tensors_digest(weights)
@@ -120,10 +121,13 @@ class Publisher:
         if target.exists():
             remove_directory(target)
         scratch = target.with_name(f"tmp.{lineage}.{version}.{uuid.uuid4().hex[:8]}")
-        scratch.mkdir()
-        save_file(weights, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
-        fsync_file(scratch / WEIGHTS_FILE)
-        fsync_directory(scratch)
+        try:
+            scratch.mkdir()
+            save_tensors(weights, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
+            fsync_directory(scratch)
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)  # the space it takes is what is missing
+            raise
         promote(scratch, target)
         return path
 

@@ -1,6 +1,6 @@
 """Which configuration a planned step is trained under (R15).
 
-Owns ``revisions/<number>.json`` of the run directory: the resolved configuration of every revision that was trained. A
+Owns reading ``revisions/<number>.json`` of the run directory, which the ledger server writes when it opens a revision. A
 plan names its revision, so a step replayed after an accepted change is trained under the configuration it was planned for.
 """
 
@@ -23,7 +23,7 @@ class Revisions:
         self._known: dict[int, Config] = {}
 
     def config_of(self, revision: int, *, planned_now: bool) -> Config:
-        """Configuration of a revision; one that was never trained is the current one and is stored.
+        """Configuration of a revision; one without a file is the current one, and its file is written.
 
         Raises:
             ConfigMismatch: a step planned now belongs to a revision with another configuration than the current one.

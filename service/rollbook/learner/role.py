@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rollbook.core.errors import Fenced, RoleHeld, RollbookError, Unavailable
 from rollbook.core.ports import LedgerPort
@@ -87,7 +87,8 @@ def holding(client: LedgerPort, term: RoleTerm) -> Iterator[HeldRole]:
     except (Fenced, Unavailable):
         raise
     except RollbookError:
-        client.release_role(term)
+        with suppress(RollbookError):  # what ended the block is the cause to report; the term runs out by itself
+            client.release_role(term)
         raise
     else:
         client.release_role(term)

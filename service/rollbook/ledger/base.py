@@ -170,7 +170,7 @@ class LedgerBase:
 
     def _await(self, topic: str, wait_s: float, attempt: Callable[[], T], satisfied: Callable[[T], bool]) -> T:
         """Repeat ``attempt`` until ``satisfied`` or ``wait_s`` (at most WAIT_MAX_S) is over; returns the last result."""
-        ends = time.monotonic() + min(max(wait_s, 0.0), WAIT_MAX_S)
+        ends = time.monotonic() + min(max(0.0, wait_s), WAIT_MAX_S)  # this order makes 0 of NaN
         while True:
             seen = self._bell.seen(topic)
             began = time.monotonic()

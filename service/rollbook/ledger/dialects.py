@@ -33,6 +33,7 @@ SQLITE_FIXED = (3, 51, 3)
 NETWORK_FILESYSTEMS = re.compile(
     r"^(nfs\d*|cifs|smb\d*|smbfs|9p|fuse(\..+)?|ceph|gluster.*|lustre|gpfs|beegfs|afs|ocfs2|gfs2|virtiofs|davfs|sshfs|pvfs2)$"
 )
+MOUNTINFO = Path("/proc/self/mountinfo")
 QUICK_CHECK_BYTES_MAX = 256 * 2**20
 """Above this file size the payload table, whose rows carry their own digests, is left out of the check at open."""
 READERS_MAX = 16
@@ -68,9 +69,9 @@ def sqlite_module() -> ModuleType:
 
 
 def filesystem_of(path: Path, mountinfo: str | None = None) -> str:
-    """Type of the file system that holds ``path``, from ``/proc/self/mountinfo``; empty where that does not exist."""
+    """Type of the file system that holds ``path``, from the kernel's mount table; empty where there is none to read."""
     try:
-        table = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
+        table = MOUNTINFO.read_text() if mountinfo is None else mountinfo
     except OSError:
         return ""
     target, best, kind = str(path.resolve()), "", ""
@@ -132,6 +133,7 @@ class Database:
         self.clock = clock
         parsed = sa.make_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self._epoch_s = clock.time() - clock.monotonic()
         self.exclusive = self.is_sqlite
         self._lock_fd = -1
         if self.is_sqlite:
@@ -225,10 +227,18 @@ class Database:
             raise ConfigError(f"ledger.url {url.render_as_string()}: {error}; install rollbook[postgres]") from None
 
     def now_us(self, conn: sa.Connection) -> int:
-        """Time of the ledger: the database's clock on PostgreSQL, the server's on SQLite. Workers' clocks never count."""
+        """Time of the ledger: the database's clock on PostgreSQL, the server's on SQLite. Workers' clocks never count.
+
+        On SQLite it is the wall time of the start carried on by the monotonic clock: a wall clock that is set while the
+        server runs neither ends a lease nor keeps it alive.
+        """
         if self.is_sqlite:
-            return int(self.clock.time() * 1_000_000)
+            return int((self._epoch_s + self.clock.monotonic()) * 1_000_000)
         return int(conn.exec_driver_sql("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint").scalar_one())
+
+    def not_before(self, at_us: int) -> None:
+        """Let the time of a SQLite ledger go on from ``at_us``, a stored time, where the wall clock was set back since."""
+        self._epoch_s = max(self._epoch_s, at_us / 1_000_000 - self.clock.monotonic())
 
     @contextmanager
     def reading(self) -> Iterator[sa.Connection]:

@@ -53,9 +53,11 @@ class Feeding(LedgerBase):
 
         def append(txn: Txn) -> Cursor:
             self._check_term(txn, term, Role.FEEDER)
-            if (again := self._appended(txn.conn, before, key)) is not None:
-                return again
             standing = self._cursor(txn.conn, self.run.run_id, before.stream)
+            if (again := self._appended(txn.conn, before, key)) is not None:
+                if standing == before:  # an append without groups, made again after a revision took its exhausted flag back
+                    self._move_cursor(txn, after)
+                return again
             if standing != before:
                 raise CursorMoved(
                     f"stream {before.stream!r} stands at ordinal {standing.next_ordinal}, the call starts at "

@@ -76,7 +76,7 @@ class Leasing(Failing):
         def news(reply: HeartbeatReply) -> bool:
             return bool(lost) or reply.drain or (reply.head is not None and reply.head.version != known_version)
 
-        return self._await("head", min(wait_s, self.rules.lease_ttl_s / 3), look, news)
+        return self._await("head", min(max(0.0, wait_s), self.rules.lease_ttl_s / 3), look, news)
 
     def _renew_leases(
         self, txn: Txn, incarnation: str, loaded: PolicyVersion | None, leases: Sequence[tuple[SlotKey, int]]

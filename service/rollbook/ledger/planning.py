@@ -67,7 +67,8 @@ class Planning(Submitting):
         """The plan of ``step``: the stored one, or a new one when enough groups are ready.
 
         Transaction: stale groups' verdicts and refills, plan, items, chain digest. Idempotent: by (lineage, step).
-        Raises: NotReady (after ``wait_s``), RunPaused, InvalidRequest (a step beyond the next), Fenced.
+        Raises: NotReady (after ``wait_s``), RunPaused (a slot cannot be filled, or the tasks are used up), InvalidRequest (a
+        step beyond the next), Fenced.
         """
 
         def attempt() -> Plan | RunPaused | str:
@@ -152,7 +153,7 @@ class Planning(Submitting):
             raise NotFound(f"lineage {lineage} has no plan of step {step}")
         return str(found)
 
-    def _choose_bounded(self, txn: Txn, step: int) -> list[int] | str:
+    def _choose_bounded(self, txn: Txn, step: int) -> list[int] | RunPaused | str:
         """Ordinals of the step, oldest complete groups first; or why there is no plan yet. Closes stale groups on the way."""
         rules, needed = self.rules, self.rules.groups_per_step
         ready: list[_Group] = []
@@ -168,7 +169,7 @@ class Planning(Submitting):
             else:
                 waiting.append(group)
         if len(ready) < needed:
-            return f"{n_complete} of {needed} groups are complete"
+            return self._used_up(txn.conn, step) or f"{n_complete} of {needed} groups are complete"
         if rules.straggler == "wait" and (held := self._stragglers(waiting, step)):
             since_us = max(g.newest_us for g in ready)
             left_s = rules.straggler_wait_s - (txn.now_us - since_us) / 1e6
@@ -177,6 +178,21 @@ class Planning(Submitting):
                     f"group {held[0].ordinal} would be too stale at step {step + 1}; waiting for it at most {left_s:.1f} s more"
                 )
         return [g.ordinal for g in ready]
+
+    def _used_up(self, conn: sa.Connection, step: int) -> RunPaused | None:
+        """The pause of a step that can never be planned: every stream has ended and too few groups are left."""
+        ended = conn.execute(sa.select(t.cursor.c.exhausted).where(t.cursor.c.run_id == self.run.run_id)).scalars().all()
+        if not ended or not all(ended):
+            return None
+        last = SlotKey(self._next_ordinal(conn, self.run.run_id) - 1, 0)
+        left, needed = self._opened_unplanned(conn, self._newest_lineage(), last), self.rules.groups_per_step
+        if left >= needed:
+            return None
+        return RunPaused(
+            f"step {step} needs {needed} groups, but every task has been issued and only {left} groups are left (others "
+            "failed or were quarantined). Raise task.epochs or lower run.steps, and start the run again with "
+            "--accept-config-change"
+        )
 
     def _stragglers(self, waiting: Iterable[_Group], step: int) -> list[_Group]:
         """Opened, incomplete groups whose oldest tokens (stored or being sampled) would be too stale one step later."""

@@ -23,6 +23,8 @@ from rollbook.ledger.failing import Failing
 from rollbook.ledger.writer import Txn
 
 FENCED_ROLES = (Role.LEARNER, Role.FEEDER)
+ROLE_TTL_S_MAX = 86_400.0
+"""Longest term of a role: a dead holder nobody names keeps it that long."""
 SETTLED_RULES = ("group_size", "groups_per_step", "schedule", "fixed_lag_versions", "config_seed")
 """Rules that existing groups and seeds depend on; no revision may change them."""
 ISSUED_FROM = ("inputs.task.path: ", "inputs.model/tokenizer")
@@ -109,6 +111,9 @@ class Roles(Failing):
     def _attach(self, run_id: str) -> None:
         """Take the server's own role and load what is kept in memory; nothing is remembered unless it was committed."""
         asked = self._clock.monotonic()
+        with self._database.reading() as conn:
+            if (last_sign := conn.execute(_fence_row(run_id, Role.LEDGER)).first()) is not None:
+                self._database.not_before(last_sign.renewed_at_us)
 
         def attach(txn: Txn) -> tuple[RunRecord, RoleTerm]:
             record = _load_run(txn.conn, run_id)
@@ -160,16 +165,16 @@ class Roles(Failing):
                 accepted_at_us=txn.now_us,
             )  # fmt: skip
         )
+        # Whether the tasks are used up is for the feeder of the new configuration to say.
+        txn.conn.execute(sa.update(t.cursor).where(t.cursor.c.run_id == stored.run_id).values(exhausted=False))
         self._event(txn, "config_revised", revision=revision, from_step=step, changed=changed)
         txn.rings |= {"lease", "plan", "head"}
         return dataclasses.replace(offered, revision=revision, manifest_json=stored.manifest_json)
 
     def _settled(self, conn: sa.Connection, stored: RunRecord, offered: RunRecord, changed: list[str]) -> list[str]:
-        """Names of what differs and may not, because groups or version 0 have been made from it."""
+        """Names of what differs and may not; files may as long as nothing has been made from them."""
         issued, published = self._next_ordinal(conn, stored.run_id) > 0, self._head(conn) is not None
-        names: list[str] = []
-        if issued or published:
-            names += [n for n in SETTLED_RULES if getattr(stored.rules, n) != getattr(offered.rules, n)]
+        names = [n for n in SETTLED_RULES if getattr(stored.rules, n) != getattr(offered.rules, n)]
         beginnings = (ISSUED_FROM if issued else ()) + (PUBLISHED_FROM if published else ())
         return names + [c.partition(": ")[0] for c in changed if c.startswith(beginnings)]
 
@@ -180,8 +185,8 @@ class Roles(Failing):
         """
         if role not in FENCED_ROLES:
             raise InvalidRequest(f"role {role.value!r} is not taken by call; only learner and feeder are")
-        if not holder or ttl_s <= 0:
-            raise InvalidRequest("a role needs a holder and ttl_s > 0")
+        if not holder or not 0 < ttl_s <= ROLE_TTL_S_MAX:
+            raise InvalidRequest(f"a role needs a holder and 0 < ttl_s <= {ROLE_TTL_S_MAX:g}, got {ttl_s}")
         return self._write(lambda txn: self._take(txn, self.run.run_id, RoleTerm(role, 0, holder, ttl_s), supersede))
 
     def _take(self, txn: Txn, run_id: str, wanted: RoleTerm, supersede: str) -> RoleTerm:

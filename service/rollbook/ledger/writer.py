@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,7 +141,11 @@ class Writer:
                     stopping = True
                     break
                 group.append(more)
-            self._commit_group(group)
+            try:
+                self._commit_group(group)
+            except Exception as error:  # thread boundary: a writer that ends here would leave every caller waiting
+                log.exception("the writer goes on after an error behind a commit", extra={"event": "writer_error"})
+                self._fail(group, Unavailable(f"committed or not, the answer was lost ({error}); repeat with the same key"))
         self._drop_connection()
         while not self._queue.empty():
             if (late := self._queue.get_nowait()) is not None:
@@ -245,9 +250,10 @@ class Writer:
             if not conn.invalidated and conn.in_transaction() and self._database.in_transaction(conn):
                 conn.rollback()
             conn.close()
-        except (SQLAlchemyError, self._database.writer.dialect.dbapi.Error) as error:  # type: ignore[union-attr]
+        except Exception as error:  # noqa: BLE001  thread boundary: whatever state the driver is in, the next group gets a new one
             log.debug("closing the writing connection: %s", error)
-            conn.invalidate()
+            with suppress(Exception):
+                conn.invalidate()
 
 
 def _merge(group: list[_Operation]) -> list[list[_Operation]]:

@@ -13,7 +13,7 @@ import math
 import time
 from pathlib import Path
 
-from rollbook.core.errors import DigestMismatch, StaleWeights
+from rollbook.core.errors import DigestMismatch, NotReady, StaleWeights
 from rollbook.core.ports import Engine
 from rollbook.core.records import PolicyVersion
 

@@ -263,6 +263,10 @@ class LedgerClient:
         request = pb.QuarantineGroupRequest(run_id=self._run_id, ordinal=ordinal, reason=convert.printable(reason))
         self._call("QuarantineGroup", request)
 
+    def retry_group(self, ordinal: int, reason: str) -> None:
+        request = pb.RetryGroupRequest(run_id=self._run_id, ordinal=ordinal, reason=convert.printable(reason))
+        self._call("RetryGroup", request)
+
     def drain(self) -> None:
         self._call("Drain", pb.DrainRequest(run_id=self._run_id))
 

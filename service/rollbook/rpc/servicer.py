@@ -191,6 +191,10 @@ class LedgerServicer(pb_grpc.LedgerServiceServicer):
         self._ledger.quarantine_group(request.ordinal, request.reason)
         return pb.QuarantineGroupResponse()
 
+    def RetryGroup(self, request: pb.RetryGroupRequest, context: grpc.ServicerContext) -> pb.RetryGroupResponse:
+        self._ledger.retry_group(request.ordinal, request.reason)
+        return pb.RetryGroupResponse()
+
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
         self._ledger.drain()
         return pb.DrainResponse()

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from dataclasses import replace
 
 from rollbook.core.config import Config
 from rollbook.core.errors import CursorMoved, NotReady, RoleHeld, RollbookError, TaskError, Unavailable
@@ -137,6 +138,8 @@ class Feeder:
         """Append the groups wanted now, if any; returns (nothing will be wanted again, nothing was wanted now)."""
         cursor = self._client.cursor(TASK_STREAM)
         stream = self._stream_at(cursor)
+        if stream.exhausted and not cursor.exhausted:  # a revision has asked again
+            cursor = self._client.append_groups(term, cursor, replace(cursor, exhausted=True), [])
         if stream.exhausted or self._is_covered(cursor):
             self._log_end(cursor, stream)
             return True, False

@@ -65,6 +65,9 @@ def _normalised(result: Any, spec: str) -> RewardResult:
     """A checked result. Raises VerifierError when it is neither a number nor a RewardResult."""
     evidence = ""
     if isinstance(result, RewardResult):
+        if not isinstance(result.evidence, str) or not isinstance(result.status, RewardStatus):
+            said = f"{result!r:.200}: status must be a RewardStatus, evidence a text"
+            raise VerifierError(f"reward function {spec} returned {said}")
         if result.value is None:
             return result
         result, evidence = result.value, result.evidence

@@ -471,6 +471,20 @@ class QuarantineGroupResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class RetryGroupRequest(_message.Message):
+    __slots__ = ("run_id", "ordinal", "reason")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    ordinal: int
+    reason: str
+    def __init__(self, run_id: _Optional[str] = ..., ordinal: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RetryGroupResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("run_id",)
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -180,6 +180,11 @@ class LedgerServiceStub(object):
                 request_serializer=rollbook_dot_v1_dot_ledger__service__pb2.QuarantineGroupRequest.SerializeToString,
                 response_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.QuarantineGroupResponse.FromString,
                 _registered_method=True)
+        self.RetryGroup = channel.unary_unary(
+                '/rollbook.v1.LedgerService/RetryGroup',
+                request_serializer=rollbook_dot_v1_dot_ledger__service__pb2.RetryGroupRequest.SerializeToString,
+                response_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.RetryGroupResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/rollbook.v1.LedgerService/Drain',
                 request_serializer=rollbook_dot_v1_dot_ledger__service__pb2.DrainRequest.SerializeToString,
@@ -418,6 +423,14 @@ class LedgerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetryGroup(self, request, context):
+        """Operator's word that the cause is repaired: slots of a group that are out of attempts get fresh ones (R14). Repeatable.
+        Failure: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Ask every worker to stop leasing. Repeatable; kept until the server restarts.
         """
@@ -572,6 +585,11 @@ def add_LedgerServiceServicer_to_server(servicer, server):
                     servicer.QuarantineGroup,
                     request_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.QuarantineGroupRequest.FromString,
                     response_serializer=rollbook_dot_v1_dot_ledger__service__pb2.QuarantineGroupResponse.SerializeToString,
+            ),
+            'RetryGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetryGroup,
+                    request_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.RetryGroupRequest.FromString,
+                    response_serializer=rollbook_dot_v1_dot_ledger__service__pb2.RetryGroupResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -1363,6 +1381,33 @@ class LedgerService(object):
             '/rollbook.v1.LedgerService/QuarantineGroup',
             rollbook_dot_v1_dot_ledger__service__pb2.QuarantineGroupRequest.SerializeToString,
             rollbook_dot_v1_dot_ledger__service__pb2.QuarantineGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetryGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollbook.v1.LedgerService/RetryGroup',
+            rollbook_dot_v1_dot_ledger__service__pb2.RetryGroupRequest.SerializeToString,
+            rollbook_dot_v1_dot_ledger__service__pb2.RetryGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,
