@@ -22,8 +22,8 @@ HERE = Path(__file__).resolve().parent
 CUDA = (
     "workers.0.device=cuda", "workers.0.dtype=bfloat16", "workers.0.slots=256", "workers.0.enforce_eager=false",
     "workers.0.probe_tolerance=0.2", "learner.device=cuda", "learner.groups_per_step=32", "learner.group_size=8",
-    "learner.micro_batch_size=64", "learner.lr=1e-5", "learner.warmup_steps=5", "checkpoint.every_steps=20", "learner.publish_dtype=bfloat16",
-    "learner.autocast=bfloat16",
+    "learner.micro_batch_size=64", "learner.lr=1e-5", "learner.warmup_steps=5", "learner.autocast=bfloat16",
+    "learner.publish_dtype=bfloat16", "checkpoint.every_steps=20",
 )  # fmt: skip
 
 
@@ -105,6 +105,10 @@ def summary(metrics: list[dict]) -> dict:
             k: mean(k) for k in sorted({k for m in warm for k in m if k.startswith(("logp_gap", "kl_behaviour", "rho_", "ess_token_raw"))})
         },
     }
+
+
+def _names(metrics: list[dict], prefixes: tuple[str, ...]) -> list[str]:
+    return sorted({name for m in metrics for name in m if name.startswith(prefixes)})
 
 
 def _machine() -> str:
