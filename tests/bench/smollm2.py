@@ -98,11 +98,9 @@ def summary(metrics: list[dict]) -> dict:
         "trained_tokens_per_s": round(tokens / span, 1) if span else None,
         "reward_first_tenth": round(sum(m["reward_mean"] for m in metrics[:tenth]) / tenth, 4),
         "reward_last_tenth": round(sum(m["reward_mean"] for m in metrics[-tenth:]) / tenth, 4),
-        "step_time_split_s": {
-            k: mean(k) for k in sorted({k for m in warm for k in m if k.startswith("seconds_")})
-        },
+        "step_time_split_s": {name: mean(name) for name in _names(warm, ("seconds_",))},
         "engine_against_trainer": {
-            k: mean(k) for k in sorted({k for m in warm for k in m if k.startswith(("logp_gap", "kl_behaviour", "rho_", "ess_token_raw"))})
+            name: mean(name) for name in _names(warm, ("logp_gap", "kl_behaviour", "rho_", "ess_token_raw"))
         },
     }
 
