@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
-import socket
+import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollbook.core.config import Config, config_from_json, load_config
-from rollbook.core.errors import ConfigError
+from rollbook.core.errors import ConfigError, RoleHeld, RollbookError, Unavailable, WrongRun
 from rollbook.core.ports import LedgerPort
 from rollbook.rpc.address import address_in
 from rollbook.rpc.client import LedgerClient
+
+if TYPE_CHECKING:
+    from rollbook.ledger.ledger import Ledger
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -31,13 +37,29 @@ def read_config(args: argparse.Namespace) -> Config:
     """The configuration a command was given."""
     path = Path(args.config)
     if path.is_dir():
-        stored = path / "config.json"
-        if not stored.exists():
-            raise ConfigError(f"{path} holds no config.json, so it is not a run directory; name the run's TOML file")
         if getattr(args, "overrides", []):
             raise ConfigError("--set needs the TOML file; a run directory stands for the configuration as it was")
-        return config_from_json(json.dumps(json.loads(stored.read_text())["config"]))
-    return load_config(path, getattr(args, "overrides", []))
+        return _stored_config(path.resolve())
+    config = load_config(path, getattr(args, "overrides", []))
+    if "://" not in config.ledger.url:
+        raise ConfigError(f"{path}: ledger.url = {config.ledger.url!r}: use sqlite:///FILE or postgresql+psycopg://…")
+    return config
+
+
+def _stored_config(directory: Path) -> Config:
+    """The configuration a run directory holds, with the directory's own place in it: it may have been moved."""
+    stored = directory / "config.json"
+    try:
+        config = config_from_json(json.dumps(json.loads(stored.read_text())["config"]))
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} holds no config.json, so it is not a run directory; name the run's TOML file") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{stored} is damaged ({error!r}); name the run's TOML file instead") from None
+    url = config.ledger.url
+    if url == f"sqlite:///{config.run.dir}/ledger.sqlite":
+        url = f"sqlite:///{directory}/ledger.sqlite"
+    replace = dataclasses.replace
+    return replace(config, run=replace(config.run, dir=str(directory)), ledger=replace(config.ledger, url=url))
 
 
 def config_args(args: argparse.Namespace) -> list[str]:
@@ -68,31 +90,62 @@ def client_for(config: Config, retry_s: float = 120.0) -> LedgerClient:
     return LedgerClient(address_in(config.run.dir), config.run.id, retry_total_s=retry_s)
 
 
-def _answers(file: Path) -> bool:
-    """Whether something listens where the run's server said it would."""
+@contextlib.contextmanager
+def ledger_of(config: Config, retry_s: float = 120.0) -> Iterator[LedgerPort]:
+    """The run's ledger: through its server where that answers, else the database itself, opened for the command.
+
+    An address file may be older than what listens there now, so the server is asked, not only dialled. Opening the
+    database makes this process the run's ledger server for the length of the block: a server that starts meanwhile waits.
+    """
+    if answering(config):
+        with client_for(config, retry_s) as client:
+            yield client
+        return
+    ledger = _open_database(config)
     try:
-        host, _, port = file.read_text().strip().rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-    except (OSError, ValueError):
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def answering(config: Config) -> bool:
+    """Whether the run's own ledger server answers at the address it wrote."""
+    if not address_file(config).exists():
         return False
+    try:
+        with client_for(config, retry_s=0.0) as client:
+            client.resume_point()
+    except (Unavailable, WrongRun):  # nobody there, something else there, or another run's server
+        return False
+    except RollbookError as error:
+        if type(error) is RollbookError:  # a status that no ledger server gives
+            return False
+        raise
     return True
 
 
-@contextlib.contextmanager
-def ledger_of(config: Config) -> Iterator[LedgerPort]:
-    """The run's ledger: through its server where one answers, else the database itself, opened for the command."""
-    if _answers(address_file(config)):
-        with client_for(config) as client:
-            yield client
-        return
+def _open_database(config: Config) -> Ledger:
+    """The run's database, once no server holds it; a server that died without a word holds it for one term."""
     from rollbook.ledger.ledger import Ledger  # only commands that need the database pay for it
 
     url = config.ledger.url
     if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).exists():
         raise ConfigError(f"no ledger at {url}: the run {config.run.id!r} was never started (rollbook run CONFIG)")
     ledger = Ledger(url, holder=incarnation(), role_ttl_s=config.ledger.role_ttl_s)
+    deadline = time.monotonic() + config.ledger.role_ttl_s + 1.0
+    told = False
     try:
-        ledger.attach(config.run.id)
-        yield ledger
-    finally:
+        while True:
+            try:
+                ledger.attach(config.run.id)
+                return ledger
+            except RoleHeld as held:
+                if time.monotonic() > deadline:
+                    raise
+                if not told:
+                    print(f"waiting for a ledger server that does not answer: {held}", file=sys.stderr)
+                told = True
+                time.sleep(0.2)
+    except BaseException:
         ledger.close()
+        raise

@@ -1,18 +1,25 @@
-"""`rollbook status · audit · why · replay · report · evaluate`: look at a run without changing it.
+"""`rollbook status · audit · why · replay · report · evaluate · regenerate`: look at a run without changing it.
 
-Each works with the run's server up or down. Never writes to the ledger.
+Each works with the run's server up or down. Never changes what the run has recorded; where no server answers, opening the
+database takes the server's own fence for the length of the command, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rollbook.cli.common import add_config, ledger_of, read_config
 from rollbook.core.config import Config
+from rollbook.core.errors import ConfigError
 from rollbook.core.ports import LedgerPort
-from rollbook.core.records import SlotKey
+from rollbook.core.records import Role, SlotKey
+from rollbook.rpc.client import LedgerClient
+
+LOOK_S = 15.0
+"""How long a short look waits for a server that stops answering meanwhile."""
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -39,6 +46,11 @@ def register(commands: argparse._SubParsersAction) -> None:
             parser.add_argument("--to", type=int, default=0, metavar="STEP", help="last step; default: all stored")
         if name in ("status", "why"):
             parser.add_argument("--json", action="store_true")
+        if name == "regenerate":
+            parser.add_argument(
+                "--engine", choices=("transformers", "vllm"), default="transformers",
+                help="engine to generate with; vllm takes the settings of the configuration's first vllm worker",
+            )  # fmt: skip
         if name == "evaluate":
             parser.add_argument("--version", type=int, default=-1, help="policy version; default: newest")
             parser.add_argument("--size", type=int, default=0, help="held-out tasks; default: task.heldout_size")
@@ -50,9 +62,17 @@ def status(args: argparse.Namespace) -> int:
     from rollbook.report.progress import status_lines
 
     config = read_config(args)
-    with ledger_of(config) as ledger:
+    with ledger_of(config, LOOK_S) as ledger:
         state = ledger.run_status()
-        print(json.dumps(state, indent=1) if args.json else "\n".join(status_lines(state, config)))
+        is_served = isinstance(ledger, LedgerClient)
+    if not is_served:  # what holds the role now is this command
+        state["roles"] = [role for role in state["roles"] if role["role"] != Role.LEDGER.value]
+    if args.json:
+        print(json.dumps(state | {"server": is_served}, indent=1))
+        return 0
+    print("\n".join(status_lines(state, config)))
+    if not is_served:
+        print("no ledger server answers: read from the database itself")
     return 0
 
 
@@ -65,8 +85,7 @@ def audit(args: argparse.Namespace) -> int:
             print(f"{check.promise:<4} {check.name:<32} {check.sentence}")
         return 0
     if not args.config:
-        print("name the run: rollbook audit CONFIG")
-        return 2
+        raise ConfigError("name the run: rollbook audit CONFIG")
     with ledger_of(read_config(args)) as ledger:
         return 0 if print_audit(ledger) else 1
 
@@ -84,26 +103,36 @@ def print_audit(ledger: LedgerPort) -> bool:
 def why(args: argparse.Namespace) -> int:
     """Tell one rollout's story in order."""
     key = _key(args.sample)
-    with ledger_of(read_config(args)) as ledger:
+    with ledger_of(read_config(args), LOOK_S) as ledger:
         story = ledger.explain(key)
     if args.json:
         print(json.dumps(story, indent=1))
         return 0
-    for name, value in story.items():
-        if name != "history":
-            print(f"{name:<14} {value}")
-    for entry in story.get("history", []):
-        print("  " + "  ".join(f"{k}={v}" for k, v in entry.items()))
+    print("\n".join(story_lines(story)))
     return 0
 
 
-def _key(text: str) -> SlotKey:
-    from rollbook.core.errors import InvalidRequest
+def story_lines(story: dict) -> list[str]:
+    """A rollout's story for a person: what is known, then what happened, in seconds since it was issued."""
+    lines = [f"{name:<14} {_shown(value)}" for name, value in story.items() if name != "history" and value is not None]
+    history = story["history"]
+    began = history[0]["at_s"]
+    lines.append(f"issued at {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC; seconds since then:")
+    for entry in history:
+        details = "  ".join(f"{k}={_shown(v)}" for k, v in entry.items() if k not in ("at_s", "what") and v not in ("", None))
+        lines.append(f"  {entry['at_s'] - began:+10.3f}  {entry['what']:<16} {details}".rstrip())
+    return lines
 
+
+def _shown(value: object) -> object:
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _key(text: str) -> SlotKey:
     try:
         return SlotKey.parse(text)
     except ValueError as error:
-        raise InvalidRequest(str(error)) from None
+        raise ConfigError(str(error)) from None
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -150,8 +179,9 @@ def regenerate(args: argparse.Namespace) -> int:
     """Generate a stored rollout again and compare tokens and log-probs."""
     from rollbook.report.regenerate import regenerate_sample
 
+    key = _key(args.sample)
     config = read_config(args)
     with ledger_of(config) as ledger:
-        result = regenerate_sample(config, ledger, _key(args.sample))
+        result = regenerate_sample(config, ledger, key, args.engine)
     print(json.dumps(result, indent=1))
     return 0 if result["tokens_equal"] else 1

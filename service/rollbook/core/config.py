@@ -1,23 +1,25 @@
 """The configuration: one TOML file into frozen dataclasses; every field documented where it is declared.
 
-Owns defaults, unknown and missing keys, cross-field checks and the digest of the resolved configuration. Never reads
-anything but the one file it is given and never imports a library outside the standard one.
+Owns defaults, relative paths and the digest of the resolved configuration; what a table may hold is checked in ``tables``
+and ``config_checks``. Never reads anything but the one file it is given.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
+import re
 import tomllib
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollbook.core.errors import ConfigError, UnsupportedSampling
+from rollbook.core.config_checks import check, check_sampling
+from rollbook.core.errors import ConfigError
 from rollbook.core.idempotency import digest
 from rollbook.core.records import RunRules, ScheduleKind
+from rollbook.core.tables import apply_override, build, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +120,7 @@ class SamplingConfig:
     """Only 0.0."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise UnsupportedSampling(
-                f"sampling.temperature = {self.temperature}: greedy rows are not samples of the policy; use a value > 0"
-            )
-        fixed = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0, "repetition_penalty": 1.0,
-                 "presence_penalty": 0.0, "frequency_penalty": 0.0}  # fmt: skip
-        for name, only in fixed.items():
-            if getattr(self, name) != only:
-                raise UnsupportedSampling(
-                    f"sampling.{name} = {getattr(self, name)}: only {only} is supported, because the engine would sample "
-                    f"from a distribution the trainer does not compute and every importance ratio would be wrong"
-                )
+        check_sampling(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +260,7 @@ class SupervisorConfig:
     restarts_max: int = 10
     """Deaths of one role within ``restarts_window_s`` after which the run stops with the first cause."""
     restarts_window_s: float = 600.0
-    """Window of the restart budget."""
+    """Window of the restart budget; while no step is finished, older deaths count as well."""
     backoff_s: float = 0.5
     """First wait before a restart; doubles up to ``backoff_max_s``."""
     backoff_max_s: float = 15.0
@@ -296,7 +287,7 @@ class Config:
     supervisor: SupervisorConfig = SupervisorConfig()
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self)
 
     def rules(self) -> RunRules:
         """The numbers the ledger enforces."""
@@ -333,113 +324,6 @@ class Config:
         return digest("config", json.dumps(content, sort_keys=True))
 
 
-def _check(c: Config) -> None:
-    """Cross-field checks; each message explains the failure it prevents."""
-
-    def need(ok: bool, message: str) -> None:
-        if not ok:
-            raise ConfigError(message)
-
-    need(bool(c.run.id) and all(ch.isalnum() or ch in "-_." for ch in c.run.id),
-         f"run.id = {c.run.id!r}: use letters, digits, '-', '_' and '.', it becomes part of keys and file names")  # fmt: skip
-    need(c.run.steps >= 1, f"run.steps = {c.run.steps}: at least 1")
-    need(c.schedule.kind in ("bounded", "fixed"), f"schedule.kind = {c.schedule.kind!r}: 'bounded' or 'fixed'")
-    need(c.schedule.max_lag_versions >= 0, "schedule.max_lag_versions must be >= 0")
-    need(c.schedule.lag_versions >= 0, "schedule.lag_versions must be >= 0")
-    need(c.learner.group_size >= 1 and c.learner.groups_per_step >= 1,
-         "learner.group_size and learner.groups_per_step must be >= 1")  # fmt: skip
-    need(1 <= c.learner.minibatches <= c.learner.group_size * c.learner.groups_per_step,
-         f"learner.minibatches = {c.learner.minibatches}: between 1 and the {c.learner.group_size * c.learner.groups_per_step} "
-         "samples of a step, or a minibatch would be empty")  # fmt: skip
-    need(c.checkpoint.keep >= 2, "checkpoint.keep must be >= 2: with one, a damaged newest checkpoint has no fallback")
-    need(c.checkpoint.every_steps >= 1, "checkpoint.every_steps must be >= 1")
-    need(c.ledger.lease_ttl_s > 3 * c.ledger.heartbeat_s,
-         f"ledger.lease_ttl_s = {c.ledger.lease_ttl_s} must exceed 3 x ledger.heartbeat_s = {3 * c.ledger.heartbeat_s}, "
-         "or one lost heartbeat loses the lease")  # fmt: skip
-    need(c.ledger.late_submit in ("salvage", "strict"), f"ledger.late_submit = {c.ledger.late_submit!r}: 'salvage' or 'strict'")
-    need(c.ledger.straggler in ("wait", "drop"), f"ledger.straggler = {c.ledger.straggler!r}: 'wait' or 'drop'")
-    need(len(c.workers) >= 1 and sum(w.count for w in c.workers) >= 1, "at least one [[workers]] entry with count >= 1 is needed")
-    for i, w in enumerate(c.workers):
-        need(w.engine in ("transformers", "vllm"), f"workers[{i}].engine = {w.engine!r}: 'transformers' or 'vllm'")
-        need(w.slots >= 1, f"workers[{i}].slots must be >= 1")
-        need(w.max_model_len > c.sampling.max_new_tokens,
-             f"workers[{i}].max_model_len = {w.max_model_len} leaves no room for a prompt beside sampling.max_new_tokens = "
-             f"{c.sampling.max_new_tokens}")  # fmt: skip
-    need(c.task.source in ("jsonl", "parquet", "reasoning_gym"),
-         f"task.source = {c.task.source!r}: 'jsonl', 'parquet' or 'reasoning_gym'")  # fmt: skip
-    need(c.task.epochs >= 0, f"task.epochs = {c.task.epochs}: 0 (as many as the steps need) or more")
-    if c.task.source == "reasoning_gym":
-        need(bool(c.task.name), "task.name is missing: the reasoning_gym dataset to draw from, for example 'chain_sum'")
-    else:
-        need(bool(c.task.path), f"task.path is missing: the {c.task.source} file to read")
-
-
-_SHOWN = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "dict": "a table"}
-
-
-def _value(kind: type, value: object, path: str) -> object:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{path} = {value!r}: expected {_SHOWN[kind.__name__]}")
-    return value
-
-
-def _build(cls: type, table: object, path: str) -> object:
-    """One dataclass from one TOML table; unknown and missing keys name the full path."""
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path or 'the file'}: expected a table [{path}]")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for key in table:
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f"; did you mean {_join(path, near[0])}?" if near else f"; valid keys: {', '.join(fields)}"
-            raise ConfigError(f"unknown key {_join(path, key)}{hint}")
-    values: dict[str, object] = {}
-    for name, spec in fields.items():
-        where = _join(path, name)
-        if name not in table:
-            if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
-                raise ConfigError(f"missing key {where}")
-            continue
-        kind = hints[name]
-        if dataclasses.is_dataclass(kind):
-            values[name] = _build(kind, table[name], where)  # type: ignore[arg-type]
-        elif typing.get_origin(kind) is tuple:
-            items = table[name]
-            if not isinstance(items, list):
-                raise ConfigError(f"{where}: expected [[{where}]] tables")
-            values[name] = tuple(_build(typing.get_args(kind)[0], t, f"{where}[{i}]") for i, t in enumerate(items))
-        else:
-            values[name] = _value(typing.get_origin(kind) or kind, table[name], where)  # type: ignore[arg-type]
-    return cls(**values)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _set(table: dict, assignment: str) -> None:
-    """Apply one ``a.b=c`` override; the value is read as TOML, a bare word as a string."""
-    name, sep, text = assignment.partition("=")
-    if not sep:
-        raise ConfigError(f"--set {assignment!r}: write SECTION.KEY=VALUE")
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, last = name.strip().split(".")
-    for parent in parents:
-        if isinstance(table, list):
-            table = table[int(parent)]
-        else:
-            table = table.setdefault(parent, {})
-    if isinstance(table, list):
-        raise ConfigError(f"--set {name}: name one entry, for example {name}.0.KEY")
-    table[last] = value
-
-
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a TOML file, apply ``a.b=c`` overrides, check, and make its relative paths absolute.
 
@@ -454,7 +338,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         raise ConfigError(f"{file} is not valid TOML: {error}") from None
     try:
         for assignment in overrides:
-            _set(table, assignment)
+            apply_override(table, assignment)
         return _resolve_paths(config_from_table(table), file.resolve().parent)
     except ConfigError as error:
         raise type(error)(f"{file}: {error}") from None
@@ -462,7 +346,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
 
 def config_from_table(table: dict) -> Config:
     """A checked configuration from an already parsed table."""
-    return typing.cast(Config, _build(Config, table, ""))
+    return typing.cast(Config, build(Config, table, ""))
 
 
 def config_from_json(text: str) -> Config:
@@ -487,16 +371,33 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     return replace(config, run=run, task=task, model=model, ledger=replace(ledger, url=url))
 
 
+_FREE = (
+    "run.dir", "run.chaos_allowed", "supervisor.", "ledger.url", "ledger.address", "ledger.heartbeat_s", "ledger.role_ttl_s",
+    "ledger.group_commit_max", "ledger.payload_bytes_max", "ledger.ordinals_per_partition",
+)  # fmt: skip
+"""Beginnings of the paths that are not part of ``Config.digest``: they may change at any time."""
+
+
 def differences(stored_json: str, offered_json: str) -> list[str]:
-    """``path: stored -> offered`` for every field in which two resolved configurations differ."""
+    """``path: stored -> offered`` for every field that is part of the digest and in which two records differ.
+
+    A record is a resolved configuration, or a table with one under ``config`` and digests of its inputs beside it.
+    """
     out: list[str] = []
+
+    def shown(value: object) -> str:
+        is_digest = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+        return f"{value[:12]}…" if isinstance(value, str) and is_digest else repr(value)
 
     def walk(path: str, a: object, b: object) -> None:
         if isinstance(a, dict) and isinstance(b, dict):
             for key in sorted(a.keys() | b.keys()):
-                walk(_join(path, key), a.get(key), b.get(key))
-        elif a != b:
-            out.append(f"{path}: {a!r} -> {b!r}")
+                walk(join(path, key), a.get(key), b.get(key))
+        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            for index, (one, other) in enumerate(zip(a, b, strict=True)):
+                walk(f"{path}[{index}]", one, other)
+        elif a != b and not path.removeprefix("config.").startswith(_FREE):
+            out.append(f"{path}: {shown(a)} -> {shown(b)}")
 
     walk("", json.loads(stored_json), json.loads(offered_json))
     return out

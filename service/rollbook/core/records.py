@@ -7,12 +7,16 @@ version s - 1; version 0 is the initial weights. Lag of a token at step s = (s -
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 ROOT_LINEAGE = 0
 """Lineage every run starts with; forks get larger ids and name their parent."""
+
+ID_MAX = 2**63 - 1
+"""Largest ordinal, sibling or step that storage and wire hold."""
 
 TASK_STREAM = "train"
 """Name of the task stream a run is fed from; the cursor under this name is the one a checkpoint copies."""
@@ -117,11 +121,10 @@ class SlotKey(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> SlotKey:
         """``"12.3"`` to ``SlotKey(12, 3)``. Raises ValueError with the expected form."""
-        try:
-            ordinal, sibling = text.split(".")
-            return cls(int(ordinal), int(sibling))
-        except ValueError:
-            raise ValueError(f"{text!r} is not a sample id; write ORDINAL.SIBLING, for example 12.3") from None
+        found = re.fullmatch(r"(\d{1,19})\.(\d{1,19})", text, re.ASCII)
+        if found is None or max(map(int, found.groups())) > ID_MAX:
+            raise ValueError(f"{text[:80]!r} is not a sample id; write ORDINAL.SIBLING, for example 12.3")
+        return cls(int(found[1]), int(found[2]))
 
 
 @dataclass(frozen=True, slots=True)

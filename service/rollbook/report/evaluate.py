@@ -6,13 +6,15 @@ optimised; greedy rows are for measuring only and never become samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from rollbook.core.config import Config, WorkerConfig
-from rollbook.core.errors import NotFound, TaskError
+from rollbook.core.errors import NotFound, NotReady, TaskError
 from rollbook.core.idempotency import sample_seed
 from rollbook.core.packing import unpack_i32
-from rollbook.core.ports import Generation, GenerationRequest, LedgerPort, SamplingSettings
+from rollbook.core.ports import Engine, Generation, GenerationRequest, LedgerPort, SamplingSettings
 from rollbook.core.records import PolicyVersion, SlotKey
 from rollbook.rollout.engines import make_engine
 from rollbook.rollout.probe import load_verified
@@ -21,7 +23,12 @@ from rollbook.tasks.prompts import make_encoder
 from rollbook.tasks.sources import load_heldout, load_source
 from rollbook.tasks.verifier import make_verifier
 
+if TYPE_CHECKING:
+    from rollbook.rollout.transformers_engine import TransformersEngine
+
 BATCH = 128
+NEWEST_TRIES = 5
+"""How often the newest version is looked up again because its bytes were deleted meanwhile."""
 
 
 def published(ledger: LedgerPort, version: int) -> PolicyVersion:
@@ -33,12 +40,33 @@ def published(ledger: LedgerPort, version: int) -> PolicyVersion:
     raise NotFound(f"version {version} is not published; the run has versions 0 to {len(versions) - 1}")
 
 
-def evaluation_engine(config: Config):
-    """A transformers engine for looking at versions, on the learner's device."""
+def load_published(config: Config, ledger: LedgerPort, engine: Engine, version: int) -> PolicyVersion:
+    """Load a published version (-1: the newest) into an engine and prove it; returns what was loaded.
+
+    A run that goes on deletes old versions meanwhile, so the newest one is looked up again when its bytes are gone.
+    Raises: NotFound (not published, or its bytes were deleted; the message names the versions that are there).
+    """
+    tolerance = max(w.probe_tolerance for w in config.workers)
+    for _ in range(NEWEST_TRIES if version == -1 else 1):
+        chosen = published(ledger, version)
+        try:
+            load_verified(engine, chosen, config.run.dir, tolerance)
+            return chosen
+        except NotReady:
+            continue
+    place = Path(config.run.dir)
+    there = [str(v.version) for v in ledger.versions(chosen.lineage) if any((place / v.path).glob("*.safetensors"))]
+    raise NotFound(
+        f"the weights of version {chosen.version} are not in {place} any more; versions there: {', '.join(there) or 'none'}"
+    )
+
+
+def evaluation_worker(config: Config) -> WorkerConfig:
+    """Settings of a transformers engine for looking at versions: a worker's where there is one, else the learner's device."""
     kinds = [w for w in config.workers if w.engine == "transformers"]
     longest = max(w.max_model_len for w in config.workers)
     plain = WorkerConfig("transformers", device=config.learner.device, max_model_len=longest, threads=config.learner.threads)
-    return make_engine(config, kinds[0] if kinds else plain)
+    return kinds[0] if kinds else plain
 
 
 def evaluate_version(config: Config, ledger: LedgerPort, version: int, size: int) -> dict:
@@ -47,10 +75,10 @@ def evaluate_version(config: Config, ledger: LedgerPort, version: int, size: int
     heldout = load_heldout(config, source)
     if heldout is None or len(heldout) == 0:
         raise TaskError("the run has no held-out tasks: set task.heldout_path, or use a procedural source")
-    chosen = published(ledger, version)
-    engine = evaluation_engine(config)
+    published(ledger, version)  # refused before an engine is loaded for nothing
+    engine = cast("TransformersEngine", make_engine(config, evaluation_worker(config)))  # it alone decodes greedily
     try:
-        load_verified(engine, chosen, config.run.dir, max(w.probe_tolerance for w in config.workers))
+        chosen = load_published(config, ledger, engine, version)
         tasks = [heldout[i] for i in range(min(size, len(heldout)))]
         encoder = make_encoder(config)
         prompts = [tuple(encoder.token_ids(task["prompt"], heldout.name(i))) for i, task in enumerate(tasks)]
@@ -66,7 +94,9 @@ def evaluate_version(config: Config, ledger: LedgerPort, version: int, size: int
     return {"version": chosen.version, "digest": chosen.digest, "n": len(tasks), "greedy": greedy, "sampled": sampled}
 
 
-def _batched(requests: Sequence[GenerationRequest], run) -> list[Generation]:
+def _batched(
+    requests: Sequence[GenerationRequest], run: Callable[[Sequence[GenerationRequest]], list[Generation]]
+) -> list[Generation]:
     out: list[Generation] = []
     for start in range(0, len(requests), BATCH):
         out += run(requests[start : start + BATCH])

@@ -14,6 +14,7 @@ from pathlib import Path
 from rollbook.core.config import Config
 from rollbook.core.ports import LedgerPort
 from rollbook.report.plots import png
+from rollbook.report.progress import shown_url
 
 PANELS = (
     ("mean reward of valid samples", ("reward_mean",)),
@@ -32,6 +33,13 @@ _STYLE = (
 def _table(rows: Sequence[tuple[str, object]]) -> str:
     cells = "".join(f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>" for k, v in rows)
     return f"<table>{cells}</table>"
+
+
+def _configuration(config: Config) -> str:
+    """The resolved configuration without the database's password."""
+    content = json.loads(config.to_json())
+    content["ledger"]["url"] = shown_url(content["ledger"]["url"])
+    return json.dumps(content, indent=1)
 
 
 def _panels(metrics: Sequence[dict]) -> list:
@@ -68,7 +76,7 @@ def write(config: Config, ledger: LedgerPort, metrics: Sequence[dict], out_dir: 
         "<h2>Slots</h2>", _table(list(state["slots"].items())),
         "<h2>Submissions</h2>", _table(list(state["submits"].items())),
         "<h2>Verdicts and failures</h2>", _table([*state["verdicts"].items(), *state["failures"].items()] or [("none", "")]),
-        "<h2>Configuration</h2>", f"<pre>{html.escape(json.dumps(json.loads(config.to_json()), indent=1))}</pre>",
+        "<h2>Configuration</h2>", f"<pre>{html.escape(_configuration(config))}</pre>",
     ]  # fmt: skip
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(config.run.id)}</title>'
     file = out_dir / "report.html"

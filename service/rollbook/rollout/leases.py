@@ -7,6 +7,7 @@ survive the machine, and a report about a lease that is no longer held changes n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -36,6 +37,8 @@ class LeaseNote:
                 self._path.unlink(missing_ok=True)
         except OSError as error:
             log.warning("lease note not written", extra={"event": "note_failed", "file": str(self._path), "reason": str(error)})
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def left_by(self, dead: str) -> list[FailureReport]:
         """Reports that free what the incarnation ``dead`` held when it ended; empty when the note is not its own."""

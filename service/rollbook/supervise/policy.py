@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from rollbook.core.config import SupervisorConfig
@@ -9,27 +10,48 @@ from rollbook.core.config import SupervisorConfig
 EXIT_CONFIG = 2
 """Exit code of a role whose configuration is wrong: restarting cannot help."""
 
+EXIT_PAUSED = 4
+"""Exit code of a role that cannot go on before an operator has decided: restarting cannot help either."""
+
+EXIT_STOPPED = 130
+"""Exit code of a role that was told to stop before its work was done."""
+
+_DOUBLINGS_MAX = 30
+
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Decides what to do about one role's deaths."""
+    """Decides what to do about one role's deaths.
+
+    A death counts against the budget while it is inside the window, and beyond it until a step has finished after it: a
+    role that needs minutes to die and never lets the run advance spends its budget too. A finished step starts the
+    backoff again at its beginning.
+    """
 
     config: SupervisorConfig
-    deaths_at: list[float] = field(default_factory=list)
-    first_cause: str = ""
+    deaths: list[tuple[float, str]] = field(default_factory=list)
+    """Time and cause of the deaths that count, oldest first."""
     n_deaths: int = 0
+    """All deaths seen."""
 
-    def on_death(self, now: float, cause: str) -> float | None:
+    @property
+    def first_cause(self) -> str:
+        """Cause of the oldest death that counts: later deaths are often only its consequences."""
+        return self.deaths[0][1] if self.deaths else ""
+
+    def on_death(self, now: float, cause: str, progress_at: float = math.inf) -> float | None:
         """Seconds to wait before the restart, or None when the budget is spent.
 
-        The first cause of a streak is kept: later deaths are often only its consequences.
+        Args:
+            now: monotonic seconds.
+            progress_at: when the run last finished a step, on the same clock; left out, the window alone decides.
         """
         window_start = now - self.config.restarts_window_s
-        self.deaths_at = [t for t in self.deaths_at if t > window_start]
-        if not self.deaths_at:
-            self.first_cause = cause
-        self.deaths_at.append(now)
+        self.deaths = [(at, why) for at, why in self.deaths if at > window_start or at > progress_at]
+        self.deaths.append((now, cause))
         self.n_deaths += 1
-        if len(self.deaths_at) > self.config.restarts_max:
+        if len(self.deaths) > self.config.restarts_max:
             return None
-        return min(self.config.backoff_max_s, self.config.backoff_s * 2 ** (len(self.deaths_at) - 1))
+        in_a_row = sum(at > progress_at for at, _ in self.deaths) if math.isfinite(progress_at) else len(self.deaths)
+        doublings = min(max(0, in_a_row - 1), _DOUBLINGS_MAX)
+        return min(self.config.backoff_max_s, self.config.backoff_s * 2**doublings)
