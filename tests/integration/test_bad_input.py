@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -27,13 +26,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
     run = small_run(tmp_path_factory.mktemp("refused"))
     yield run
     run.end()
-
-
-@contextlib.contextmanager
-def damaged(run: TinyRun, name: str, data: bytes | None) -> Iterator[None]:
-    """The run with one of its inputs changed."""
-    with edited(run.root / name, data):
-        yield
 
 
 GOOD_TASK = b'{"prompt": "sort 1:", "answer": "1"}\n'
@@ -61,7 +53,7 @@ WHOLE = "model/model.safetensors"
 def test_a_wrong_file_is_named_before_anything_is_opened(
     refused: TinyRun, capsys: pytest.CaptureFixture[str], name: str, data: bytes | None, said: str
 ) -> None:
-    with damaged(refused, name, data):
+    with edited(refused.root / name, data):
         code = main(["run", str(refused.config)])
     message = capsys.readouterr().err
     assert code == 2 and message.startswith("rollbook run: ")
@@ -70,7 +62,7 @@ def test_a_wrong_file_is_named_before_anything_is_opened(
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("overrides", "said"),
     [
         ("model.path=nowhere", "model.path = {root}/nowhere: no such directory"),
         ("model.path=tasks.jsonl", "model.path = {root}/tasks.jsonl: no such directory"),
@@ -84,18 +76,19 @@ def test_a_wrong_file_is_named_before_anything_is_opened(
         ("task.completion_pattern='('", "task.completion_pattern"),
         ("workers.0.engin=vllm", "unknown key workers[0].engin; did you mean workers[0].engine?"),
         ("sampling.top_p=0.9", "sampling.top_p = 0.9: only 1.0 is supported"),
+        ("workers.0.engine=vllm workers.0.dtype=float64", "workers[0].dtype = 'float64': the vllm engine computes in float32"),
     ],
 )
 def test_a_wrong_place_or_name_is_told_before_anything_is_opened(
-    refused: TinyRun, capsys: pytest.CaptureFixture[str], override: str, said: str
+    refused: TinyRun, capsys: pytest.CaptureFixture[str], overrides: str, said: str
 ) -> None:
-    assert main(["run", str(refused.config), "--set", override]) == 2
+    assert main(["run", str(refused.config), *(f"--set={one}" for one in overrides.split())]) == 2
     assert said.format(root=refused.root) in capsys.readouterr().err
     assert not refused.dir.exists()
 
 
 def test_doctor_finds_the_same_without_starting_anything(refused: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
-    with damaged(refused, "model/tokenizer.json", None), socket.create_server(("127.0.0.1", 0)) as taken:
+    with edited(refused.root / "model/tokenizer.json", None), socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["doctor", str(refused.config), "--set", f"ledger.address={address}"]) == 1
     printed = capsys.readouterr().out
@@ -131,7 +124,7 @@ def test_a_port_in_use_is_named_and_the_refused_run_then_starts_without_a_change
 def test_a_prompt_longer_than_the_model_takes_is_named_before_anything_is_fed(refused: TinyRun) -> None:
     served = ServedLedger(refused)
     long = json.dumps({"prompt": "sort " + "1" * 80 + ":", "answer": "1"}).encode()
-    with damaged(refused, "tasks.jsonl", GOOD_TASK * 3 + long + b"\n"):
+    with edited(refused.root / "tasks.jsonl", GOOD_TASK * 3 + long + b"\n"):
         code, text = refused.command("feeder", str(refused.config))
     assert code == 2
     assert f"rollbook feeder: {refused.root}/tasks.jsonl line 4: its prompt has 86 tokens, more than the 60 that the" in text

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from rollbook.ledger import dialects
 from rollbook.rollout.delivery import Delivery
 from rollbook.rollout.leases import LeaseNote
 from rollbook.rollout.spool import Spool
-from run_support import REPOSITORY, ROLLBOOK, TinyRun, environment, wait_until
+from run_support import REPOSITORY, ROLLBOOK, environment, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -58,9 +59,24 @@ def downgrade() -> None:
 '''
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a run and its inputs stand."""
+
+    root: Path
+
+    @property
+    def dir(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "run.toml"
+
+
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run with two accepted samples, whose server has ended."""
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run with two accepted samples, whose server has ended."""
     served = served_run(tmp_path_factory.mktemp("kept") / "kept")
     try:
         with served.client() as client:
@@ -71,25 +87,22 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
         served.stop()
     finally:
         served.end()
-    return served.run
+    return served.run.root
 
 
 @pytest.fixture
-def copied(kept: TinyRun, tmp_path: Path) -> TinyRun:
+def copied(kept: Path, tmp_path: Path) -> Place:
     """A copy of it that may be damaged."""
-    shutil.copytree(kept.root, tmp_path / "copy", ignore=shutil.ignore_patterns("model"))
-    os.symlink(kept.root / "model", tmp_path / "copy" / "model")
-    run = object.__new__(TinyRun)
-    run.__dict__ |= kept.__dict__ | {"root": tmp_path / "copy", "dir": tmp_path / "copy" / "run"}
-    run.config = run.root / "run.toml"
-    return run
+    shutil.copytree(kept, tmp_path / "copy", ignore=shutil.ignore_patterns("model"))
+    os.symlink(kept / "model", tmp_path / "copy" / "model")
+    return Place(tmp_path / "copy")
 
 
 def digest_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def run_it(run: TinyRun, *arguments: str, package: Path | None = None) -> tuple[int, str]:
+def run_it(run: Place, *arguments: str, package: Path | None = None) -> tuple[int, str]:
     """A command on the run, by the installed package or by another one."""
     env = environment(**({"PYTHONPATH": str(package)} if package else {}))
     done = subprocess.run(
@@ -111,7 +124,7 @@ def next_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_ledger_of_an_older_schema_says_migrate_and_one_of_a_newer_schema_says_upgrade(
-    copied: TinyRun, next_package: Path, capsys: pytest.CaptureFixture[str]
+    copied: Place, next_package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = copied.dir / "ledger.sqlite"
     before = digest_of(ledger)
@@ -143,7 +156,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_ledger_is_named_and_left_as_it_is(
-    copied: TinyRun, capsys: pytest.CaptureFixture[str], kind: str
+    copied: Place, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     damage, said = DAMAGES[kind]
     ledger = copied.dir / "ledger.sqlite"
@@ -160,7 +173,7 @@ def test_a_damaged_ledger_is_named_and_left_as_it_is(
 
 
 @pytest.mark.parametrize("left", [b"", None])
-def test_a_run_whose_ledger_was_emptied_or_removed_does_not_silently_begin_again(copied: TinyRun, left: bytes | None) -> None:
+def test_a_run_whose_ledger_was_emptied_or_removed_does_not_silently_begin_again(copied: Place, left: bytes | None) -> None:
     with edited(copied.dir / "ledger.sqlite", left):
         code, text = run_it(copied, "ledger")
         assert code == 2
@@ -169,7 +182,7 @@ def test_a_run_whose_ledger_was_emptied_or_removed_does_not_silently_begin_again
     assert main(["audit", str(copied.config)]) == 0
 
 
-def test_a_run_on_a_damaged_ledger_stops_at_once_with_the_cause(copied: TinyRun) -> None:
+def test_a_run_on_a_damaged_ledger_stops_at_once_with_the_cause(copied: Place) -> None:
     (copied.dir / "ledger.sqlite").write_bytes(b"this is a text, not a database\n" * 100)
     code, text = run_it(copied, "run")
     assert code == 2 and "starting it again" not in text
@@ -177,7 +190,7 @@ def test_a_run_on_a_damaged_ledger_stops_at_once_with_the_cause(copied: TinyRun)
 
 
 def test_sqlite_on_a_network_file_system_is_refused_with_the_way_out(
-    copied: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    copied: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"21 1 254:0 / / rw - ext4 /dev/root rw\n30 21 0:40 / {copied.dir} rw - nfs4 server:/x rw\n")
@@ -198,7 +211,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
-def test_a_read_only_run_directory_is_named(copied: TinyRun, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_run_directory_is_named(copied: Place, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(copied.dir, disk / "run")
     remount(disk, "ro")
     for place in ("run", "new"):
@@ -214,7 +227,7 @@ def test_a_read_only_run_directory_is_named(copied: TinyRun, disk: Path, capsys:
     assert main(["audit", str(copied.config), "--set", f"run.dir={disk}/run"]) == 0
 
 
-def test_a_run_directory_that_is_a_file_is_named(copied: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_directory_that_is_a_file_is_named(copied: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(copied.config), "--set", "run.dir=tasks.jsonl"]) == 2
     assert f"run.dir = {copied.root}/tasks.jsonl cannot be written (File exists)" in capsys.readouterr().err
 

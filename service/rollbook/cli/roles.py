@@ -160,11 +160,15 @@ def write_run_files(config: Config, opened: RunRecord) -> None:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _ended(done: bool, stop: threading.Event) -> int:
