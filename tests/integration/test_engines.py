@@ -24,6 +24,7 @@ from rollbook.core.packing import unpack_f32, unpack_i32
 from rollbook.core.ports import Engine, Generation, GenerationRequest, SamplingSettings
 from rollbook.core.records import FinishReason, PolicyVersion, SlotKey
 from rollbook.core.weights import safetensors_digest
+from rollbook.learner.model import load_policy
 from rollbook.rollout.engines import make_engine
 from rollbook.rollout.model_files import read_model_files
 from rollbook.rollout.probe import check_probe, load_verified
@@ -154,6 +155,26 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_after_three_updates(
                 assert EOS not in ids[:-1]
                 assert (generation.finish_reason is FinishReason.STOP) == (ids[-1] == EOS)
                 assert ids[-1] == EOS or len(ids) == 13
+
+
+@torch.no_grad()
+def test_after_three_updates_the_trainer_gives_the_engine_logprobs_and_the_mean_ratio_is_one(
+    engine: Engine, versions: list[Path], tmp_path: Path
+) -> None:
+    policy = load_policy(worker_config(tmp_path, sampling={"temperature": 0.8, "max_new_tokens": 13}))
+    for version, directory in enumerate(versions):
+        engine.load(str(directory), version)
+    policy.model.load_state_dict(load_file(versions[3] / "model.safetensors"), strict=False)
+    requests = make_requests(16, 8)
+    made = engine.generate(requests, AT_08)
+    rows = [[*request.prompt_ids, *unpack_i32(g.trajectory.token_ids)] for request, g in zip(requests, made, strict=True)]
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    mask = torch.arange(13) < torch.tensor([[g.trajectory.n_tokens] for g in made])
+    logp_old, _ = policy.completion_logprobs(tokens, torch.tensor([len(r.prompt_ids) for r in requests]), mask)
+    logp_mu = torch.cat([torch.tensor(unpack_f32(g.trajectory.logprobs)) for g in made])
+    gap = logp_old[mask] - logp_mu
+    assert gap.abs().max().item() < 1e-4
+    assert abs(gap.exp().mean().item() - 1.0) < 1e-3
 
 
 def test_both_ways_to_finish_occur_in_what_the_tests_sample(engine: Engine, versions: list[Path]) -> None:
