@@ -25,11 +25,6 @@ def digest(*fields: bytes | str | int) -> str:
     return hasher.hexdigest()
 
 
-def submit_key(run_id: str, key: SlotKey, lease_token: int, incarnation: str, sequence: int) -> str:
-    """Idempotency key of one submission: the same for every retry, another for every attempt."""
-    return digest("submit", run_id, key.ordinal, key.sibling, lease_token, incarnation, sequence)
-
-
 def payload_digest(submission: Submission) -> str:
     """Fingerprint of what was sampled and how it was judged; compared on every replayed submission (P2)."""
     t = submission.trajectory

@@ -116,7 +116,9 @@ class LedgerPort(Protocol):
         ...
 
     def submit_samples(self, submissions: Sequence[Submission]) -> list[SubmitResult]:
-        """Store finished rollouts; one outcome per item; durable before it returns (P1). Key: submit key.
+        """Store finished rollouts; one outcome per item; durable before it returns (P1).
+
+        Key: the submit key (slot, lease token, incarnation, sequence), which the stored sample itself carries.
 
         Same key and content: ``replayed``. Same key, other content, or filled slot with other content: ``conflict``.
         """
