@@ -6,7 +6,7 @@ import re
 
 from alembic import context
 
-from rollbook.core.clock import SystemClock
+from rollbook.core.host import Host
 from rollbook.ledger.dialects import Database
 from rollbook.ledger.schema import PARTITIONED, metadata
 
@@ -33,7 +33,7 @@ else:
     url = context.config.attributes.get("url") or context.get_x_argument(as_dictionary=True).get("url")
     if not url:
         raise SystemExit("alembic: give the ledger's URL with -x url=sqlite:///FILE (or use `rollbook migrate CONFIG.toml`)")
-    database = Database(str(url), SystemClock(), role_ttl_s=60.0)
+    database = Database(str(url), Host(), role_ttl_s=60.0)
     try:
         with database.writer.connect() as conn:
             run(conn)

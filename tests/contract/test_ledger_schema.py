@@ -12,8 +12,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.schema import CreateTable
 
 from conftest import Bench
-from rollbook.core.clock import SystemClock
 from rollbook.core.errors import ConfigError, SchemaTooNew, SchemaTooOld, UnsafeStorage
+from rollbook.core.host import Host
 from rollbook.ledger import dialects, migrate
 from rollbook.ledger import schema as t
 from rollbook.ledger.ledger import Ledger
@@ -172,7 +172,7 @@ def test_a_damaged_file_is_refused(sqlite_bench: Bench) -> None:
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "mysql://host/db"])
 def test_a_url_that_cannot_hold_a_ledger_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"ledger\.url"):
-        dialects.Database(url, SystemClock(), role_ttl_s=15.0)
+        dialects.Database(url, Host(), role_ttl_s=15.0)
 
 
 IMPOSSIBLE = [

@@ -9,16 +9,15 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigError, RoleHeld, RollbookError, Unavailable, WrongRun
+from rollbook.core.host import incarnation
 from rollbook.core.ports import LedgerPort
 from rollbook.rpc.address import address_in
 from rollbook.rpc.client import LedgerClient
@@ -68,16 +67,6 @@ def config_args(args: argparse.Namespace) -> list[str]:
     for override in args.overrides:
         out += ["--set", override]
     return out
-
-
-def incarnation() -> str:
-    """Identity of this process as holder of a role or lease."""
-    return os.environ.get("ROLLBOOK_INCARNATION") or uuid.uuid4().hex
-
-
-def supersedes() -> str:
-    """Identity of the dead process this one replaces, told by whoever saw it die."""
-    return os.environ.get("ROLLBOOK_SUPERSEDES", "")
 
 
 def address_file(config: Config) -> Path:

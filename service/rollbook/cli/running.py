@@ -17,8 +17,10 @@ from rollbook.cli.inspecting import print_audit, write_report
 from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
 from rollbook.report.progress import Progress, shown_url
+from rollbook.supervise.forkserver import ForkServer
 from rollbook.supervise.local import LocalSupervisor
 from rollbook.supervise.policy import EXIT_STOPPED
+from rollbook.supervise.process import spawn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -32,6 +34,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
     parser.add_argument("--no-report", action="store_true", help="skip the report at the end")
+    parser.add_argument(
+        "--fork-server", action="store_true", help="start roles from a process that has imported everything (drills, Linux)"
+    )
     parser.set_defaults(function=run)
 
 
@@ -41,13 +46,14 @@ def run(args: argparse.Namespace) -> int:
     from rollbook.cli.record import run_record
 
     config = read_config(args)
+    launch = _fork_server().launch if args.fork_server else spawn
     check_inputs(config)
     check_run_dir(config)
     record = run_record(config)
     print(f"run {config.run.id}  directory {config.run.dir}")
     print(f"configuration {record.config_digest[:16]}  ledger {shown_url(config.ledger.url)}", flush=True)
     progress = Progress(lambda: client_for(config, retry_s=1.0), config, plain=args.plain)
-    supervisor = LocalSupervisor(config, config_args(args), progress.event, args.accept_config_change)
+    supervisor = LocalSupervisor(config, config_args(args), progress.event, args.accept_config_change, launch)
     with progress, _stopped_by(supervisor.request_stop):
         complete = supervisor.run(progress.opened, progress.flush)
     if deaths := supervisor.deaths():
@@ -56,6 +62,12 @@ def run(args: argparse.Namespace) -> int:
         print("stopped; the same command goes on from here")
         return EXIT_STOPPED
     return conclude(config, with_report=not args.no_report)
+
+
+def _fork_server() -> ForkServer:
+    from rollbook.cli.main import main
+
+    return ForkServer(main)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import logging
 import platform
 import re
 import shutil
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import transformers
 from safetensors.torch import load_file
 
 from rollbook.core.errors import CheckpointDamaged, Conflict, NotFound
+from rollbook.core.host import host
 from rollbook.core.idempotency import genesis_digest
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Checkpoint, CheckpointState, ResumePoint, RoleTerm
@@ -81,7 +81,7 @@ class CheckpointFiles:
         """
         progress = state.progress
         name = f"{progress.lineage}.{progress.step}.{epoch}"
-        scratch = self.root / f"tmp.{name}.{uuid.uuid4().hex[:8]}"
+        scratch = self.root / f"tmp.{name}.{host().token()[:8]}"
         try:
             manifest = _fill(scratch, state, epoch)
         except OSError:
@@ -147,18 +147,21 @@ class CheckpointFiles:
         removed = sorted(path.name for path in self.root.glob("tmp.*"))
         for name in removed:
             shutil.rmtree(self.root / name)
+            failpoint("learner.resume.between_clears")
         return removed
 
     def set_aside(self, name: str, why: str) -> None:
         """Rename a directory that must not be used to ``<why>.<name>``, for a person to look at."""
         if (self.root / name).exists():
             target = self.root / f"{why}.{name}"
-            promote(self.root / name, target if not target.exists() else self.root / f"{why}.{name}.{uuid.uuid4().hex[:8]}")
+            promote(self.root / name, target if not target.exists() else self.root / f"{why}.{name}.{host().token()[:8]}")
+            failpoint("learner.resume.after_aside")
 
     def remove(self, name: str) -> None:
         """Delete a directory; an absent one is fine."""
         if (self.root / name).exists():
             remove_directory(self.root / name)
+            failpoint("learner.checkpoint.after_removal")
 
 
 def _fill(directory: Path, state: TrainingState, epoch: int) -> bytes:
@@ -169,8 +172,10 @@ def _fill(directory: Path, state: TrainingState, epoch: int) -> bytes:
         save_tensors(tensors, directory / f"{section}.safetensors")
         failpoint("learner.checkpoint.mid_files")
     write_durably(directory / _VALUES, json.dumps(state.values, sort_keys=True).encode())
+    failpoint("learner.checkpoint.before_manifest")
     manifest = json.dumps(_manifest(directory, state, epoch), sort_keys=True, indent=1).encode()
     write_durably(directory / MANIFEST, manifest)
+    failpoint("learner.checkpoint.after_manifest")
     fsync_directory(directory)
     return manifest
 
@@ -239,7 +244,9 @@ class Checkpoints:
             log.warning("set aside a checkpoint of another history", extra={"event": "checkpoint_foreign", "dir": name})
             self.files.set_aside(name, "foreign")
         else:
+            failpoint("learner.resume.before_adopt")
             self.committed.append(self._client.commit_checkpoint(self._term, checkpoint))
+            failpoint("learner.resume.after_adopt")
             log.info("adopted a complete checkpoint", extra={"event": "checkpoint_adopted", "dir": name})
 
     def _ledger_chain(self, checkpoint: Checkpoint, run_id: str, config_seed: int) -> str:
@@ -275,6 +282,7 @@ class Checkpoints:
     def _retain(self) -> None:
         for checkpoint in self.committed[self._keep :]:
             self._client.mark_checkpoint(self._term, checkpoint.lineage, checkpoint.step, CheckpointState.DELETING.value)
+            failpoint("learner.checkpoint.after_mark")
             self.files.remove(checkpoint.dir_name)
         self.committed = self.committed[: self._keep]
 
@@ -285,6 +293,7 @@ class Checkpoints:
             extra={"event": "checkpoint_corrupt", "dir": checkpoint.dir_name},
         )  # fmt: skip
         self._client.mark_checkpoint(self._term, checkpoint.lineage, checkpoint.step, CheckpointState.CORRUPT.value)
+        failpoint("learner.resume.after_corrupt")
         self.files.set_aside(checkpoint.dir_name, "corrupt")
         self.committed.remove(checkpoint)
 

@@ -19,6 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollbook.core.host import host
+from rollbook.observe.failpoints import failpoint
+
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
@@ -44,7 +47,7 @@ def fsync_file(path: Path) -> None:
     """Flush a file's data to storage."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        host().fsync(fd, path)
     finally:
         os.close(fd)
 
@@ -53,7 +56,7 @@ def fsync_directory(path: Path) -> None:
     """Flush a directory's entries to storage."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        host().fsync(fd, path)
     finally:
         os.close(fd)
 
@@ -61,14 +64,20 @@ def fsync_directory(path: Path) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Write a new file and flush its data; the directory entry is the caller's to flush. Raises OSError naming the file."""
     with _named(path), open(path, "xb") as file:
-        file.write(data)
+        host().writing(path)
+        middle = len(data) // 2
+        file.write(data[:middle])
         file.flush()
-        os.fsync(file.fileno())
+        failpoint("learner.durable.mid_write")
+        file.write(data[middle:])
+        file.flush()
+        host().fsync(file.fileno(), path)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file and flush its data, as ``write_durably`` does."""
     with _named(path):
+        host().writing(path)
         save_file(dict(tensors), path, metadata=metadata)
         fsync_file(path)
 
@@ -82,6 +91,7 @@ def make_directory(path: Path) -> None:
 def promote(finished: Path, target: Path) -> None:
     """Give a finished directory its final name. Raises OSError when the name is taken by a directory with content."""
     os.rename(finished, target)
+    failpoint("learner.durable.after_rename")
     fsync_directory(target.parent)
 
 
@@ -91,5 +101,7 @@ def remove_directory(path: Path) -> None:
     if doomed.exists():
         shutil.rmtree(doomed)
     os.rename(path, doomed)
+    failpoint("learner.durable.after_doom")
     fsync_directory(path.parent)
+    failpoint("learner.durable.before_unlink")
     shutil.rmtree(doomed)

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
-import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.core.config import Config
 from rollbook.core.errors import ChainMismatch, NotReady, ReplayDiverged
+from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.idempotency import chain_digest, items_digest
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import TASK_STREAM, Plan, PlanOutcome, PolicyVersion, Role
@@ -51,12 +49,13 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
         ReplayDiverged: a replayed step gave other weights than the recorded ones.
         RunPaused: the schedule needs an operator's decision.
     """
-    holder = os.environ.get("ROLLBOOK_INCARNATION") or uuid.uuid4().hex
-    supersede = os.environ.get("ROLLBOOK_SUPERSEDES", "")
+    holder = incarnation()
+    supersede = superseded()
     ttl_s = config.ledger.role_ttl_s
     term = acquire(client, Role.LEARNER, holder, ttl_s, supersede, stop, wait_s=3 * ttl_s + 30.0)
     if term is None:
         return False
+    failpoint("learner.after_role")
     with holding(client, term) as role:
         learner = open_learner(config, client, role)
         while learner.step < config.run.steps:
@@ -65,6 +64,7 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
                 break
             learner.advance(plan)
         learner.checkpoint()
+        failpoint("learner.before_release")
     return learner.step >= config.run.steps
 
 
@@ -96,18 +96,18 @@ class Learner:
     def next_plan(self, stop: threading.Event) -> Plan | None:
         """The plan of the next step, waited for with a report every 30 s; None when told to stop."""
         failpoint("learner.before_plan")
-        started = reported = time.monotonic()
+        started = reported = host().monotonic()
         while not stop.is_set():
             self.role.check()
             try:
                 plan = self.client.plan_step(self.role.term, self.lineage, self.step + 1, wait_s=PLAN_WAIT_S)
             except NotReady as missing:
-                if time.monotonic() - reported >= REPORT_EVERY_S:
-                    reported = time.monotonic()
+                if host().monotonic() - reported >= REPORT_EVERY_S:
+                    reported = host().monotonic()
                     self._report_wait(reported - started, missing)
                 stop.wait(0.05)
             else:
-                self.seconds_waited = time.monotonic() - started
+                self.seconds_waited = host().monotonic() - started
                 failpoint("learner.after_plan")
                 return plan
         return None
@@ -129,12 +129,12 @@ class Learner:
             self.trainer.skip_step()
         else:
             self._finish(plan, self._train(plan))
-        started = time.monotonic()
+        started = host().monotonic()
         self._publish(plan)
-        self.seconds_published, started = time.monotonic() - started, time.monotonic()
+        self.seconds_published, started = host().monotonic() - started, host().monotonic()
         if self.step % self.config.checkpoint.every_steps == 0:
             self.checkpoint()
-        self.seconds_checkpointed = time.monotonic() - started
+        self.seconds_checkpointed = host().monotonic() - started
 
     def _check_chain(self, plan: Plan) -> None:
         expected = chain_digest(self.trainer.progress.chain_digest, plan.step, items_digest(plan.items))
@@ -144,11 +144,12 @@ class Learner:
             )
 
     def _train(self, plan: Plan) -> StepResult:
-        started = time.monotonic()
+        started = host().monotonic()
         samples = list(self.client.payloads(plan.lineage, plan.step))
         lag_max = self.trainer.config.rules().max_lag_versions  # of the plan's revision, which the bound of today may not judge
+        failpoint("learner.after_fetch")
         batch = collate(plan, samples, vocab_size=self.trainer.policy.vocab_size, max_lag_versions=lag_max)
-        seconds_fetch = time.monotonic() - started
+        seconds_fetch = host().monotonic() - started
         result = self.trainer.train_step(batch)
         failpoint("learner.after_step")
         result.metrics.update(
@@ -236,6 +237,7 @@ def open_learner(config: Config, client: LedgerPort, role: HeldRole) -> Learner:
     )
     if restored is None:
         _begin(learner)
+    failpoint("learner.resume.opened")
     to_replay = max(0, point.last_planned_step - learner.step)
     log.info(
         "learner starts from step %d of %d", learner.step, config.run.steps,
@@ -254,4 +256,5 @@ def _begin(learner: Learner) -> None:
         if digest != recorded.digest:
             raise _diverged(0, recorded.digest, digest)
     learner.trainer.note(version_digest=digest)
+    failpoint("learner.start.after_version")
     learner.checkpoint()

@@ -11,7 +11,6 @@ import json
 import logging
 import re
 import shutil
-import uuid
 from collections.abc import Collection
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from rollbook.core.config import Config
 from rollbook.core.errors import DigestMismatch
+from rollbook.core.host import host
 from rollbook.core.idempotency import digest
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import PolicyVersion, RoleTerm
@@ -79,6 +79,7 @@ class Publisher:
         make_directory(self._run_dir / "versions")
         for leftover in (self._run_dir / "versions").glob("tmp.*"):
             remove_directory(leftover)
+            failpoint("learner.publish.between_clears")
 
     def digest(self) -> str:
         """Digest of the weights as they would be published now."""
@@ -112,6 +113,7 @@ class Publisher:
         """Write the bytes of a recorded version again when they are missing; the policy must hold its weights."""
         if not self._is_whole(self._run_dir / version.path, version.digest):
             self._write(version.lineage, version.version, published_weights(self._policy, self._dtype), version.digest)
+            failpoint("learner.publish.rewritten")
 
     def _write(self, lineage: int, version: int, weights: dict[str, Tensor], weights_digest: str) -> str:
         path = f"versions/{lineage}.{version}.{weights_digest[:12]}"
@@ -120,14 +122,16 @@ class Publisher:
             return path
         if target.exists():
             remove_directory(target)
-        scratch = target.with_name(f"tmp.{lineage}.{version}.{uuid.uuid4().hex[:8]}")
+        scratch = target.with_name(f"tmp.{lineage}.{version}.{host().token()[:8]}")
         try:
             scratch.mkdir()
             save_tensors(weights, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
+            failpoint("learner.publish.after_file")
             fsync_directory(scratch)
         except OSError:
             shutil.rmtree(scratch, ignore_errors=True)  # the space it takes is what is missing
             raise
+        failpoint("learner.publish.before_rename")
         promote(scratch, target)
         return path
 
@@ -161,4 +165,5 @@ class Publisher:
             if 0 < version <= head_version - (max_lag_versions + 2) and version not in checkpoint_steps:
                 remove_directory(directory)
                 deleted.append(directory.name)
+                failpoint("learner.versions.between_removals")
         return deleted

@@ -11,6 +11,7 @@ from pathlib import Path
 from rollbook.core.config import Config, config_from_json, differences
 from rollbook.core.errors import ConfigMismatch
 from rollbook.learner.durable import fsync_directory, make_directory, write_durably
+from rollbook.observe.failpoints import failpoint
 
 
 class Revisions:
@@ -51,7 +52,9 @@ class Revisions:
         scratch = self._directory / f"tmp.{revision}"
         scratch.unlink(missing_ok=True)
         write_durably(scratch, self._current.to_json().encode())
+        failpoint("learner.revision.before_rename")
         scratch.rename(self._path(revision))
+        failpoint("learner.revision.after_rename")
         fsync_directory(self._directory)
         return self._current
 

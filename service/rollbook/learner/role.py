@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from rollbook.core.errors import Fenced, RoleHeld, RollbookError, Unavailable
+from rollbook.core.host import host
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Role, RoleTerm
+from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ class HeldRole:
         self.term = term
         self._client = client
         self._lost: Fenced | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name=f"renew-{term.role}", daemon=True)
+        self._closed = host().event()
+        self._thread = host().thread(self._renew, f"renew-{term.role}")
         self._thread.start()
 
     def check(self) -> None:
@@ -49,6 +50,7 @@ class HeldRole:
             except Fenced as fenced:
                 self._lost = fenced
                 log.error("the %s role was taken over: %s", self.term.role, fenced, extra={"event": "role_lost"})
+                failpoint("learner.role_lost")
                 return
             except RollbookError as error:
                 log.warning("renewing the %s role failed: %s", self.term.role, error, extra={"event": "role_renewal_failed"})
@@ -62,12 +64,12 @@ def acquire(
     Raises:
         RoleHeld: it is still held after that time.
     """
-    deadline = time.monotonic() + wait_s
+    deadline = host().monotonic() + wait_s
     while not stop.is_set():
         try:
             return client.acquire_role(role, holder, ttl_s, supersede)
         except RoleHeld as held:
-            if time.monotonic() >= deadline:
+            if host().monotonic() >= deadline:
                 raise
             log.info("waiting for the %s role: %s", role, held, extra={"event": "role_held"})
             stop.wait(min(1.0, ttl_s / 10))

@@ -14,7 +14,6 @@ pass of its own runs first, split into the same micro-batches.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from rollbook.core.config import Config, differences
 from rollbook.core.errors import CheckpointDamaged, ConfigError, ConfigMismatch, InvalidRequest
+from rollbook.core.host import host
 from rollbook.core.idempotency import digest, genesis_digest
 from rollbook.core.records import PlanOutcome
 from rollbook.learner import rng
@@ -119,14 +119,14 @@ class Trainer:
         step = self.progress.step + 1
         if batch.version_train != self.progress.version:
             raise InvalidRequest(f"the batch trains from version {batch.version_train}, the weights are {self.progress.version}")
-        started = time.monotonic()
+        started = host().monotonic()
         metrics = self._batch_metrics(batch) | {"lr": self._set_learning_rate(step)}
         reason = "" if batch.n_tokens else "no trainable token"
         if not reason:
             reason = self._update_all(batch, metrics)
         if not reason:
             self._count(batch)
-        metrics["seconds_step"] = time.monotonic() - started
+        metrics["seconds_step"] = host().monotonic() - started
         self._advance(step, skipped=bool(reason))
         outcome = PlanOutcome.SKIPPED if reason else PlanOutcome.TRAINED
         return StepResult(outcome, reason, {name: _json_number(value) for name, value in metrics.items()})

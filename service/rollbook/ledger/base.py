@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,11 +15,13 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from rollbook.core.errors import Fenced, NotFound, NotReady, ServerFenced, Unavailable
+from rollbook.core.host import host
 from rollbook.core.ports import Clock
 from rollbook.core.records import PolicyVersion, Role, RoleTerm, RunRecord, RunRules, ScheduleKind, SlotKey
 from rollbook.ledger import schema as t
 from rollbook.ledger.dialects import Database, Partitions
 from rollbook.ledger.writer import Txn, Writer
+from rollbook.observe.failpoints import failpoint
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Bell:
     """Topics that are rung after commits; waiters wake when their topic was rung since they looked."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._condition = host().condition()
         self._rung: dict[str, int] = {}
         self._closed = False
 
@@ -148,6 +148,7 @@ class LedgerBase:
     def _on_fenced(self, error: ServerFenced) -> None:
         self._fenced = error
         self._bell.close()
+        failpoint("ledger.fence_lost")
 
     def _write(self, operation: Callable[[Txn], T]) -> T:
         self._refuse_when_fenced()
@@ -170,13 +171,13 @@ class LedgerBase:
 
     def _await(self, topic: str, wait_s: float, attempt: Callable[[], T], satisfied: Callable[[T], bool]) -> T:
         """Repeat ``attempt`` until ``satisfied`` or ``wait_s`` (at most WAIT_MAX_S) is over; returns the last result."""
-        ends = time.monotonic() + min(max(0.0, wait_s), WAIT_MAX_S)  # this order makes 0 of NaN
+        ends = host().monotonic() + min(max(0.0, wait_s), WAIT_MAX_S)  # this order makes 0 of NaN
         while True:
             seen = self._bell.seen(topic)
-            began = time.monotonic()
+            began = host().monotonic()
             result = attempt()
-            left = ends - time.monotonic()
-            settle_s = min(max(SETTLE_S, 4 * (time.monotonic() - began)), RECHECK_S)
+            left = ends - host().monotonic()
+            settle_s = min(max(SETTLE_S, 4 * (host().monotonic() - began)), RECHECK_S)
             if satisfied(result) or left <= 0 or self._bell.closed:
                 return result
             self._bell.wait(topic, seen, min(left, RECHECK_S))

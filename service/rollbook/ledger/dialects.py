@@ -27,6 +27,7 @@ from sqlalchemy.pool import NullPool, QueuePool
 from rollbook.core.errors import ConfigError, LedgerLocked, RollbookError, StorageFull, Unavailable, UnsafeStorage
 from rollbook.core.ports import Clock
 from rollbook.ledger.schema import PARTITIONED
+from rollbook.observe.failpoints import failpoint
 
 SQLITE_FIXED = (3, 51, 3)
 """First SQLite release without the WAL-reset corruption bug."""
@@ -152,6 +153,7 @@ class Database:
         check_local_storage(path.parent)
         self._lock(path)
         try:
+            failpoint("ledger.start.after_lock")
             self.writer = sa.create_engine(url, module=module, poolclass=NullPool)
             self.reader = sa.create_engine(
                 url, module=module, poolclass=QueuePool, pool_size=4, max_overflow=READERS_MAX - 4, pool_timeout=30

@@ -19,6 +19,7 @@ from rollbook.ledger import schema as t
 from rollbook.ledger.base import storable
 from rollbook.ledger.feeding import Feeding
 from rollbook.ledger.writer import Txn
+from rollbook.observe.failpoints import failpoint
 
 REPORTS_MAX = 4096
 
@@ -50,6 +51,8 @@ class Failing(Feeding):
         if exhausted:
             self._exhaust(txn, exhausted)
         txn.rings |= {"lease", "plan"}
+        failpoint("ledger.report.before_commit")
+        txn.after_commit.append(lambda: failpoint("ledger.report.after_commit"))
         return results
 
     def _judge_report(self, conn: sa.Connection, f: FailureReport) -> tuple[SubmitOutcome, str, Any]:
@@ -211,6 +214,7 @@ class Failing(Feeding):
         self._give_verdicts(txn, {key: (kind, reason) for key in missing})
         self._event(txn, "group_closed", SlotKey(group.ordinal, -1), verdict=kind.value, reason=reason, refilled=refill)
         if refill:
+            failpoint("ledger.verdict.before_refill")
             ordinal = self._next_ordinal(txn.conn, self.run.run_id)
             spec = GroupSpec(ordinal, group.prompt_ids, group.task_json, group.n_siblings, refills=group.ordinal)
             self._insert_groups(txn, group.stream, [spec])

@@ -17,6 +17,7 @@ from rollbook.core.records import Cursor, GroupSpec, Role, RoleTerm, SlotKey
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import LedgerBase
 from rollbook.ledger.writer import Txn
+from rollbook.observe.failpoints import failpoint
 
 GROUPS_MAX = 10_000
 """Most groups of one append."""
@@ -64,6 +65,7 @@ class Feeding(LedgerBase):
                     f"{before.next_ordinal}; read the cursor again"
                 )
             self._insert_groups(txn, before.stream, groups)
+            failpoint("ledger.append.before_cursor")
             self._move_cursor(txn, after)
             txn.conn.execute(
                 sa.insert(t.append_receipt).values(
@@ -78,6 +80,8 @@ class Feeding(LedgerBase):
                 )  # fmt: skip
             )
             txn.rings |= {"lease", "plan"}
+            failpoint("ledger.append.before_commit")
+            txn.after_commit.append(lambda: failpoint("ledger.append.after_commit"))
             return after
 
         return self._write(append)

@@ -22,6 +22,7 @@ from rollbook.ledger import schema as t
 from rollbook.ledger.base import unavailable_when_closed
 from rollbook.ledger.failing import Failing
 from rollbook.ledger.writer import Txn
+from rollbook.observe.failpoints import failpoint
 
 LEASE_SLOTS_MAX = 4096
 """Most slots of one grant."""
@@ -294,6 +295,8 @@ class Leasing(Failing):
                     run_id=run_id, incarnation=incarnation, request_id=request_id, grants_json=grants, granted_at_us=txn.now_us
                 )
             )
+        failpoint("ledger.lease.before_commit")
+        txn.after_commit.append(lambda: failpoint("ledger.lease.after_commit"))
         entries = [(k, token, attempt) for k, token, attempt, _ in granted]
         return LeaseReply(self._grants(txn.conn, entries, version), None, 0.0)
 

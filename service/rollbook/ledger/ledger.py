@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from rollbook.core.clock import SystemClock
 from rollbook.core.errors import RollbookError
+from rollbook.core.host import host
 from rollbook.core.ports import Clock
 from rollbook.core.records import Violation
 from rollbook.ledger.audit import Subject, run_audit
@@ -20,6 +20,7 @@ from rollbook.ledger.migrate import prepare
 from rollbook.ledger.roles import Roles, expire_term
 from rollbook.ledger.status import Status
 from rollbook.ledger.writer import Writer
+from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Ledger(Roles, Status):
         self, url: str, *, clock: Clock | None = None, holder: str, role_ttl_s: float = 15.0, group_commit_max: int = 128,
         ordinals_per_partition: int = 100_000, payload_bytes_max: int = 33_554_432, supersede: str = "",
     ) -> None:  # fmt: skip
-        self._clock = clock or SystemClock()
+        self._clock = clock or host()
         self._holder = holder
         self._role_ttl_s = role_ttl_s
         self._supersede = supersede
@@ -80,6 +81,7 @@ class Ledger(Roles, Status):
         if release and term is not None and self._fenced is None:
             try:
                 self._write(lambda txn: expire_term(txn, self.run.run_id, term))
+                failpoint("ledger.close.after_release")
             except RollbookError as error:
                 log.warning("the ledger role was not released: %s", error, extra={"event": "release_failed"})
         self._bell.close()

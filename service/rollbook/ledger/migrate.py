@@ -15,9 +15,10 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 import rollbook
-from rollbook.core.clock import SystemClock
 from rollbook.core.errors import SchemaTooNew, SchemaTooOld
+from rollbook.core.host import host
 from rollbook.ledger.dialects import Database
+from rollbook.observe.failpoints import failpoint
 
 MIGRATION_LOCK = 7205759403792794
 
@@ -58,6 +59,7 @@ def _upgrade(database: Database) -> None:
         try:
             config.attributes["connection"] = conn
             command.upgrade(config, "head")
+            failpoint("ledger.migrate.before_commit")
             conn.commit()
         finally:
             if not database.is_sqlite:
@@ -86,11 +88,12 @@ def prepare(database: Database) -> None:
         _upgrade(database)
     else:
         _compare(current)
+    failpoint("ledger.start.after_migration")
 
 
 def upgrade(url: str) -> str:
     """Bring the database at ``url`` to the newest revision and return it. Raises SchemaTooNew, LedgerLocked."""
-    database = Database(url, SystemClock(), role_ttl_s=60.0)
+    database = Database(url, host(), role_ttl_s=60.0)
     try:
         with database.reading() as conn:
             current = current_revision(conn)
@@ -104,7 +107,7 @@ def upgrade(url: str) -> str:
 
 def check(url: str) -> list[str]:
     """What is wrong with the schema of the database at ``url``; empty when it is the one this package needs."""
-    database = Database(url, SystemClock(), role_ttl_s=60.0)
+    database = Database(url, host(), role_ttl_s=60.0)
     try:
         with database.reading() as conn:
             current = current_revision(conn)

@@ -36,6 +36,7 @@ from rollbook.ledger import schema as t
 from rollbook.ledger.base import pairs, unavailable_when_closed
 from rollbook.ledger.submitting import Submitting, unpack_versions
 from rollbook.ledger.writer import Txn
+from rollbook.observe.failpoints import failpoint
 
 SCAN_GROUPS = 1024
 """Groups looked at together while a step is chosen."""
@@ -128,6 +129,7 @@ class Planning(Submitting):
                 planned_at_us=txn.now_us,
             )  # fmt: skip
         )
+        failpoint("ledger.plan.before_items")
         self._database.insert_rows(
             txn.conn,
             t.plan_item,
@@ -140,6 +142,8 @@ class Planning(Submitting):
         self._event(txn, "step_planned", lineage=lineage, step=step, n_groups=len(ordinals), n_items=len(items))
         self._raise_watermark(txn)
         txn.rings |= {"lease", "head"}
+        failpoint("ledger.plan.before_commit")
+        txn.after_commit.append(lambda: failpoint("ledger.plan.after_commit"))
         return Plan(lineage, step, base_version(step), revision, items, content, chain)
 
     def _chain_at(self, conn: sa.Connection, lineage: int, step: int) -> str:

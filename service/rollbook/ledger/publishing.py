@@ -18,6 +18,7 @@ from rollbook.ledger import schema as t
 from rollbook.ledger.base import policy_version_of
 from rollbook.ledger.planning import Planning
 from rollbook.ledger.writer import Txn
+from rollbook.observe.failpoints import failpoint
 
 KEPT_CHECKPOINTS = 2
 """So many newest committed checkpoints can never be deleted: with one, a damaged file would leave nothing."""
@@ -58,6 +59,8 @@ class Publishing(Planning):
                     finished_at_us=txn.now_us,
                 )  # fmt: skip
             )
+            failpoint("ledger.finish.before_commit")
+            txn.after_commit.append(lambda: failpoint("ledger.finish.after_commit"))
 
         self._write(finish)
 
@@ -95,6 +98,8 @@ class Publishing(Planning):
                 )  # fmt: skip
             )
             txn.rings |= {"head", "lease", "plan"}
+            failpoint("ledger.publish.before_commit")
+            txn.after_commit.append(lambda: failpoint("ledger.publish.after_commit"))
             return version
 
         return self._write(publish)
@@ -155,6 +160,8 @@ class Publishing(Planning):
                 self._event(txn, "checkpoint_replaced", lineage=checkpoint.lineage, step=checkpoint.step, was=row.state,
                             dir_name=row.dir_name)  # fmt: skip
                 txn.conn.execute(sa.update(t.checkpoint).where(*here).values(**values))
+            failpoint("ledger.checkpoint.before_commit")
+            txn.after_commit.append(lambda: failpoint("ledger.checkpoint.after_commit"))
             return checkpoint
 
         return self._write(commit)
@@ -196,6 +203,8 @@ class Publishing(Planning):
                 )
             self._event(txn, "checkpoint_marked", lineage=lineage, step=step, was=row.state, state=state)
             txn.conn.execute(sa.update(t.checkpoint).where(*here).values(state=state))
+            failpoint("ledger.mark.before_commit")
+            txn.after_commit.append(lambda: failpoint("ledger.mark.after_commit"))
 
         self._write(mark)
 

@@ -21,6 +21,7 @@ from rollbook.ledger import schema as t
 from rollbook.ledger.base import store_term
 from rollbook.ledger.failing import Failing
 from rollbook.ledger.writer import Txn
+from rollbook.observe.failpoints import failpoint
 
 FENCED_ROLES = (Role.LEARNER, Role.FEEDER)
 ROLE_TTL_S_MAX = 86_400.0
@@ -62,11 +63,13 @@ class Roles(Failing):
                 raise WrongRun(f"this ledger serves run {self._run.run_id!r}, not {run.run_id!r}")
             if self._run is None:
                 self._create(run)
+                failpoint("ledger.open.after_create")
                 self._attach(run.run_id)
             stored = self.run
             if stored.config_digest == run.config_digest:
                 return stored
             self._run = self._write(lambda txn: self._revise(txn, stored, run, accept_revision))
+            failpoint("ledger.open.after_revision")
             return self._run
 
     def attach(self, run_id: str) -> RunRecord:
@@ -122,9 +125,11 @@ class Roles(Failing):
             term = self._take(txn, run_id, RoleTerm(Role.LEDGER, 0, self._holder, self._role_ttl_s), supersede)
             if previous is not None:
                 _extend_leases(txn, record, previous.renewed_at_us)
+            failpoint("ledger.open.before_commit")
             return record, term
 
         record, term = self._write(attach)
+        failpoint("ledger.open.after_fence")
         with self._database.reading() as conn:
             c = t.lineage.c
             rows = conn.execute(sa.select(c.lineage, c.parent, c.fork_step).where(c.run_id == run_id).order_by(c.lineage)).all()
@@ -187,7 +192,14 @@ class Roles(Failing):
             raise InvalidRequest(f"role {role.value!r} is not taken by call; only learner and feeder are")
         if not holder or not 0 < ttl_s <= ROLE_TTL_S_MAX:
             raise InvalidRequest(f"a role needs a holder and 0 < ttl_s <= {ROLE_TTL_S_MAX:g}, got {ttl_s}")
-        return self._write(lambda txn: self._take(txn, self.run.run_id, RoleTerm(role, 0, holder, ttl_s), supersede))
+
+        def acquire(txn: Txn) -> RoleTerm:
+            term = self._take(txn, self.run.run_id, RoleTerm(role, 0, holder, ttl_s), supersede)
+            failpoint("ledger.role.before_commit")
+            txn.after_commit.append(lambda: failpoint("ledger.role.after_commit"))
+            return term
+
+        return self._write(acquire)
 
     def _take(self, txn: Txn, run_id: str, wanted: RoleTerm, supersede: str) -> RoleTerm:
         row = txn.conn.execute(_fence_row(run_id, wanted.role).with_for_update()).first()

@@ -286,6 +286,7 @@ class Submitting(Leasing):
                 "evidence_json": storable(item.evidence_json),
             })  # fmt: skip
         self._database.insert_rows(txn.conn, t.sample, samples)
+        failpoint("ledger.submit.before_payloads")
         self._database.insert_rows(txn.conn, t.payload, payloads)
         self._database.delete_by_slot(txn.conn, t.lease, run_id, [(s["ordinal"], s["sibling"]) for s in samples])
         txn.rings.add("plan")

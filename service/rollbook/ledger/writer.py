@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -22,6 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook.core.errors import DeadlineExceeded, RollbookError, ServerFenced, Unavailable
+from rollbook.core.host import host
 from rollbook.ledger.dialects import Database, translate
 from rollbook.observe.failpoints import FailpointRaised, failpoint
 
@@ -79,23 +79,23 @@ class Writer:
         self._group_commit_max = max(1, group_commit_max)
         self._on_commit = on_commit
         self._on_fenced = on_fenced
-        self._queue: queue.Queue[_Operation | None] = queue.Queue(QUEUE_MAX)
+        self._queue: queue.Queue[_Operation | None] = host().queue(QUEUE_MAX)
         self._conn: sa.Connection | None = None
         self._closed = False
         self.guard: Callable[[sa.Connection], int] = database.now_us
         """Reads the fence row and the clock inside the transaction; raises ServerFenced."""
         self.commits = 0
         self.operations = 0
-        self._thread = threading.Thread(target=self._loop, name="ledger-writer", daemon=True)
+        self._thread = host().thread(self._loop, "ledger-writer")
         self._thread.start()
 
     def run(self, operation: Callable[[Txn], Any]) -> Any:
         """Run one operation in a transaction and return its result after COMMIT."""
-        return self._wait(self._enqueue(_Operation(lambda txn, _: [operation(txn)], None, False, Future())))
+        return self._wait(self._enqueue(_Operation(lambda txn, _: [operation(txn)], None, False, host().future())))
 
     def run_merged(self, call: Batch, argument: Any) -> Any:
         """Like ``run``; neighbours in the queue with the same ``call`` are handed to it together."""
-        return self._wait(self._enqueue(_Operation(call, argument, True, Future())))
+        return self._wait(self._enqueue(_Operation(call, argument, True, host().future())))
 
     def queue_depth(self) -> int:
         """Operations that wait."""
@@ -171,9 +171,11 @@ class Writer:
             rings |= part.txn.rings
             for callback in part.txn.after_commit:
                 callback()
+        failpoint("ledger.before_answers")
         for part in done:
             for operation, result in zip(part.operations, part.results, strict=True):
                 operation.future.set_result(result)
+                failpoint("ledger.mid_answers")
         for operation, reason in failed:
             operation.future.set_exception(reason)
         if rings:

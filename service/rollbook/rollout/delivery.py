@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rollbook.core.errors import InvalidRequest, RollbookError, WrongRun
+from rollbook.core.host import host
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import (
     Blame,
@@ -41,13 +41,13 @@ Answer = TypeVar("Answer")
 
 def repeat_call(call: Callable[[], Answer], stop: threading.Event, unreachable_max_s: float = UNREACHABLE_MAX_S) -> Answer:
     """Repeat a keyed call while its error is retryable, 0.1 s to 5 s apart. Raises the last error when time is up."""
-    started, pause_s = time.monotonic(), 0.1
+    started, pause_s = host().monotonic(), 0.1
     stopping_since: float | None = None
     while True:
         try:
             return call()
         except RollbookError as error:
-            now = time.monotonic()
+            now = host().monotonic()
             if stop.is_set():
                 stopping_since = stopping_since or now
             spent = now - started >= unreachable_max_s or (stopping_since and now - stopping_since >= STOPPING_MAX_S)
@@ -55,7 +55,7 @@ def repeat_call(call: Callable[[], Answer], stop: threading.Event, unreachable_m
                 raise
             log.warning("ledger call repeated", extra={"event": "call_repeated", "reason": str(error), "wait_s": pause_s})
         if stop.is_set():
-            time.sleep(min(pause_s, 0.5))
+            host().sleep(min(pause_s, 0.5))
         else:
             stop.wait(pause_s)
         pause_s = min(2 * pause_s, 5.0)
@@ -102,6 +102,7 @@ class Delivery:
                        "reason": failure.reason},
             )  # fmt: skip
         if failures:
+            failpoint("worker.before_report")
             repeat_call(lambda: self._client.report_failures(failures), self._stop)
 
     def _send(self, submissions: Sequence[Submission]) -> None:
@@ -121,6 +122,7 @@ class Delivery:
             else:
                 self._refused(submissions[0], str(error))
             return
+        failpoint("worker.submit.after_answer")
         kept_out: list[FailureReport] = []
         for submission, result in zip(submissions, results, strict=True):
             self._note(submission, result)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollbook.core.errors import RollbookError
+from rollbook.core.host import host
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import LeaseGrant, PolicyVersion, SlotKey
 
@@ -41,13 +41,13 @@ class Heartbeat:
         self._client, self._incarnation = client, incarnation
         self._interval_s, self._renew_max_s = interval_s, renew_max_s
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._stopped = host().event()
         self._held: dict[SlotKey, _Held] = {}
         self._loaded: PolicyVersion | None = None
         self._head: PolicyVersion | None = None
         self._draining = False
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread = host().thread(self._run, "heartbeat")
 
     def start(self) -> Heartbeat:
         """Begin to beat."""
@@ -78,7 +78,7 @@ class Heartbeat:
             held = self._held.get(grant.key)
         return (
             held is not None and held.token == grant.token and not held.lost
-            and time.monotonic() - held.confirmed_at < TRUSTED_SHARE * held.ttl_s
+            and host().monotonic() - held.confirmed_at < TRUSTED_SHARE * held.ttl_s
         )  # fmt: skip
 
     def set_loaded(self, version: PolicyVersion | None) -> None:
@@ -105,7 +105,7 @@ class Heartbeat:
 
     def beat(self, wait_s: float) -> None:
         """One heartbeat. Raises what the client raises; a retryable error leaves trust to run out by itself."""
-        sent_at = time.monotonic()
+        sent_at = host().monotonic()
         with self._lock:
             listed = [(key, h.token) for key, h in self._held.items() if sent_at - h.since < self._renew_max_s]
             loaded, known = self._loaded, self._head
@@ -128,7 +128,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            started = time.monotonic()
+            started = host().monotonic()
             try:
                 self.beat(wait_s=self._interval_s)
             except RollbookError as error:
@@ -139,4 +139,4 @@ class Heartbeat:
             except Exception as error:  # noqa: BLE001 - boundary of the thread: the worker loop raises it
                 self._failure = error
                 return
-            self._stopped.wait(max(0.0, self._interval_s - (time.monotonic() - started)))
+            self._stopped.wait(max(0.0, self._interval_s - (host().monotonic() - started)))

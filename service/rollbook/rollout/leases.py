@@ -14,7 +14,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollbook.core.host import host
 from rollbook.core.records import Blame, FailureReport, LeaseGrant, RewardStatus, SlotKey
+from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,9 @@ class LeaseNote:
         temporary = self._path.with_suffix(".new")
         try:
             if held:
+                host().writing(temporary)
                 temporary.write_text(json.dumps({"run_id": self._run_id, "incarnation": incarnation, "held": held}))
+                failpoint("worker.note.before_rename")
                 os.replace(temporary, self._path)
             else:
                 self._path.unlink(missing_ok=True)

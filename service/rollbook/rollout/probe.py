@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from pathlib import Path
 
 from rollbook.core.errors import DigestMismatch, NotReady, StaleWeights
+from rollbook.core.host import host
 from rollbook.core.ports import Engine
 from rollbook.core.records import PolicyVersion
+from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def load_verified(engine: Engine, version: PolicyVersion, run_dir: str, toleranc
 
     Raises: NotReady (its bytes are missing), DigestMismatch, StaleWeights.
     """
-    started = time.monotonic()
+    started = host().monotonic()
     directory = Path(run_dir) / version.path
     try:
         digest = engine.load(str(directory), version.version)
@@ -67,9 +68,10 @@ def load_verified(engine: Engine, version: PolicyVersion, run_dir: str, toleranc
             f"version {version.lineage}.{version.version} in {directory}: loaded digest {digest[:16]}, published "
             f"{version.digest[:16]}; the bytes changed after publishing"
         )
+    failpoint("worker.load.before_proof")
     gap = check_probe(engine, version.probe_json, tolerance)
     log.info(
         "loaded version",
         extra={"event": "version_loaded", "version": f"{version.lineage}.{version.version}", "digest": digest[:12],
-               "probe_gap": f"{gap:.2g}", "load_s": round(time.monotonic() - started, 3)},
+               "probe_gap": f"{gap:.2g}", "load_s": round(host().monotonic() - started, 3)},
     )  # fmt: skip

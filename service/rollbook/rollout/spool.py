@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollbook.core.errors import DigestMismatch
+from rollbook.core.host import host
 from rollbook.core.records import FinishReason, RewardStatus, SandboxStatus, SlotKey, Submission, Trajectory
 from rollbook.observe.failpoints import failpoint
 
@@ -89,9 +90,12 @@ class Spool:
         try:
             for submission, (temporary, _) in zip(submissions, written, strict=True):
                 with open(temporary, "wb") as file:
+                    host().writing(temporary)
                     file.write(encode(self._run_id, submission))
                     file.flush()
-                    os.fsync(file.fileno())
+                    failpoint("worker.spool.before_sync")
+                    host().fsync(file.fileno(), temporary)
+                failpoint("worker.spool.after_sync")
         except OSError:
             for temporary, _ in written:  # half a file is of no use and takes the space that is missing
                 temporary.unlink(missing_ok=True)
@@ -99,6 +103,8 @@ class Spool:
         failpoint("worker.mid_spool")
         for temporary, final in written:
             os.replace(temporary, final)
+            failpoint("worker.spool.between_renames")
+        failpoint("worker.spool.before_directory_sync")
         self._sync_directory()
 
     def load(self) -> list[Submission]:
@@ -116,6 +122,7 @@ class Spool:
                 continue
             if path.suffix == ".tmp":  # whole, so only the rename is missing
                 os.replace(path, self._path(submission))
+                failpoint("worker.spool.after_adopted")
             found.append(submission)
         return found
 
@@ -123,6 +130,7 @@ class Spool:
         """Forget submissions that have a final outcome; one already gone is fine."""
         for submission in submissions:
             self._path(submission).unlink(missing_ok=True)
+            failpoint("worker.spool.between_discards")
 
     def set_aside(self, submission: Submission, reason: str) -> None:
         """Keep a submission's file, if it has one, for a human, but never send it again."""
@@ -132,6 +140,7 @@ class Spool:
     def _set_aside(self, path: Path, reason: str) -> None:
         aside = path.with_name(path.name + ".aside")
         os.replace(path, aside)
+        failpoint("worker.spool.after_aside")
         self._sync_directory()
         log.error(
             "spooled sample set aside: it will not be sent; its slot is generated again",
@@ -144,6 +153,6 @@ class Spool:
     def _sync_directory(self) -> None:
         fd = os.open(self._directory, os.O_RDONLY)
         try:
-            os.fsync(fd)
+            host().fsync(fd, self._directory)
         finally:
             os.close(fd)

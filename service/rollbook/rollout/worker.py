@@ -12,14 +12,13 @@ import logging
 import os
 import socket
 import threading
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollbook.core.config import Config, WorkerConfig
 from rollbook.core.errors import ConfigError, NotReady, StaleWeights
+from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.packing import unpack_i32
 from rollbook.core.ports import Engine, Generation, GenerationRequest, LedgerPort, SamplingSettings
 from rollbook.core.records import (
@@ -77,12 +76,14 @@ def run_worker(
     Raises: Fenced, WrongRun, StaleWeights, DigestMismatch, ConfigError, Unavailable (out of patience; the spool stays).
     """
     kind = worker_kind(config, index)
-    incarnation = os.environ.get("ROLLBOOK_INCARNATION") or uuid.uuid4().hex
+    me = incarnation()
     place = Path(config.run.dir) / "spool" / f"worker-{index}"
     delivery = Delivery(client, Spool(place, config.run.id), stop)
     note = LeaseNote(place / "leases.json", config.run.id)
     delivery.send_spooled()
-    delivery.report(note.left_by(os.environ.get("ROLLBOOK_SUPERSEDES", "")))
+    failpoint("worker.start.after_spool")
+    delivery.report(note.left_by(superseded()))
+    failpoint("worker.start.after_note")
     judge = make_judge(config)
     engine = engine_factory(config, kind)
     try:
@@ -90,11 +91,12 @@ def run_worker(
         log.info("engine ready", extra={"event": "engine_ready", "manifest": json.dumps(manifest)})
         labels = {"name": f"worker-{index}", "pid": os.getpid(), "engine": manifest}
         repeat_call(
-            lambda: client.register_worker(incarnation, socket.gethostname(), kind.engine, json.dumps(labels)), stop
+            lambda: client.register_worker(me, socket.gethostname(), kind.engine, json.dumps(labels)), stop
         )
-        beat = Heartbeat(beat_client, incarnation, config.ledger.heartbeat_s, config.supervisor.stall_s).start()
+        failpoint("worker.start.after_register")
+        beat = Heartbeat(beat_client, me, config.ledger.heartbeat_s, config.supervisor.stall_s).start()
         try:
-            _Worker(config, kind, incarnation, client, beat, note, delivery, engine, judge, stop).run()
+            _Worker(config, kind, me, client, beat, note, delivery, engine, judge, stop).run()
         finally:
             beat.stop()
     finally:
@@ -132,7 +134,7 @@ class _Worker:
             self.beat.raise_failure()
             if (newer := self._newer_head()) is not None:
                 self._load(newer)
-            asked_at = time.monotonic()
+            asked_at = host().monotonic()
             reply = self._lease()
             if reply.wanted is not None:
                 self._load(reply.wanted)
@@ -174,7 +176,7 @@ class _Worker:
         try:
             load_verified(self.engine, version, self.config.run.dir, self.kind.probe_tolerance)
         except NotReady as error:
-            now = time.monotonic()
+            now = host().monotonic()
             self.missing_since = self.missing_since or now
             if now - self.missing_since > VERSION_WAIT_S:
                 raise NotReady(
@@ -184,6 +186,7 @@ class _Worker:
             self.stop.wait(0.5)
             return
         self.missing_since = None
+        failpoint("worker.load.after_proof")
         self._set_loaded(version)
 
     def _set_loaded(self, version: PolicyVersion | None) -> None:
@@ -193,15 +196,16 @@ class _Worker:
     def _work(self, grants: Sequence[LeaseGrant], asked_at: float) -> None:
         """Generate, verify and submit one batch of leased slots."""
         self.beat.hold(grants, asked_at)
+        failpoint("worker.before_note")
         self.note.write(self.incarnation, grants)
         try:
             failpoint("worker.after_lease")
             self._check_version(grants)
             usable = self._usable(grants, "generate")
             ready, failures = self._screen(usable)
-            started = time.monotonic()
+            started = host().monotonic()
             generations = self._generate(ready)
-            generate_s = time.monotonic() - started
+            generate_s = host().monotonic() - started
             failpoint("worker.after_generate")
             submissions: list[Submission] = []
             # A late sample may still be salvaged, so only a strict ledger makes finished work worthless.
@@ -213,6 +217,7 @@ class _Worker:
                     (submissions if isinstance(result, Submission) else failures).append(result)  # type: ignore[arg-type]
             self.delivery.deliver(submissions)
             self.delivery.report(failures)
+            failpoint("worker.before_note_removed")
             self.note.write(self.incarnation, ())
         finally:
             self.beat.release(grants)
@@ -264,7 +269,7 @@ class _Worker:
         trajectory = generation.trajectory
         if trajectory.n_tokens == 0:
             return self._failure(grant, RewardStatus.INFRA_ERROR, Blame.INFRA, "empty completion")
-        started = time.monotonic()
+        started = host().monotonic()
         result = self.judge(trajectory.token_ids, grant.task_json)
         if result.value is None:
             return self._failure(grant, result.status, Blame.UNCLEAR, result.evidence or result.status.value)
@@ -281,7 +286,7 @@ class _Worker:
             sandbox_status=SandboxStatus.NOT_USED,
             finish_reason=generation.finish_reason,
             generate_s=generate_s,
-            verify_s=time.monotonic() - started,
+            verify_s=host().monotonic() - started,
             evidence_json=json.dumps({"evidence": result.evidence}) if result.evidence else "{}",
         )
 

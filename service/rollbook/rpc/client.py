@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import random
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import grpc
 from google.protobuf.message import Message
 
-from rollbook.core.clock import SystemClock
 from rollbook.core.errors import InvalidRequest, RollbookError, TooLarge
+from rollbook.core.host import host
 from rollbook.core.ports import Clock
 from rollbook.core.records import (
     Checkpoint,
@@ -43,7 +43,7 @@ from rollbook.core.records import (
     Violation,
 )
 from rollbook.rpc import convert
-from rollbook.rpc.connection import Connection, Retry
+from rollbook.rpc.connection import Connection, Dial, Retry
 from rollbook.v1 import ledger_service_pb2 as pb
 
 MESSAGE_BYTES_MAX = 64 << 20
@@ -66,6 +66,7 @@ class LedgerClient:
         stream_timeout_s: Deadline of one attempt at the payload stream, which goes on where it broke.
         retry_total_s: Time from the first failure of a call after which it is given up.
         backoff_s, backoff_max_s: Bounds of the jittered wait between attempts.
+        dial: Opens a channel; left out, a plain gRPC one.
         max_message_bytes: Batches are split below it; a single item above it is refused here, before it is sent.
     """
 
@@ -73,6 +74,7 @@ class LedgerClient:
         self, address: str | Callable[[], str], run_id: str, *, timeout_s: float = 10.0, stream_timeout_s: float = 60.0,
         retry_total_s: float = 120.0, backoff_s: float = 0.1, backoff_max_s: float = 2.0,
         max_message_bytes: int = MESSAGE_BYTES_MAX, clock: Clock | None = None, rng: random.Random | None = None,
+        dial: Dial | None = None,
     ) -> None:  # fmt: skip
         self._run_id = run_id
         self._timeout_s = timeout_s
@@ -81,9 +83,10 @@ class LedgerClient:
         self._backoff_s = backoff_s
         self._backoff_max_s = backoff_max_s
         self._max_message_bytes = max_message_bytes
-        self._clock = clock or SystemClock()
-        self._rng = rng or random.Random()
-        self._connection = Connection((lambda: address) if isinstance(address, str) else address, max_message_bytes)
+        self._clock = clock or host()
+        self._rng = rng or host().rng()
+        provider = (lambda: address) if isinstance(address, str) else address
+        self._connection = Connection(provider, max_message_bytes, dial or grpc.insecure_channel)
 
     def close(self) -> None:
         """Close the connection; further calls raise."""
@@ -150,7 +153,7 @@ class LedgerClient:
         # Without the caller's key the call still gets one, or a lost reply would strand its grants until they expire.
         request = pb.LeaseSlotsRequest(
             run_id=self._run_id, incarnation=incarnation, loaded=convert.optional_version_message(loaded), n_max=n_max,
-            wait_s=wait_s, request_id=request_id or uuid.uuid4().hex,
+            wait_s=wait_s, request_id=request_id or host().token(),
         )  # fmt: skip
         return convert.lease_reply(self._call("LeaseSlots", request, wait_s).reply)
 

@@ -26,12 +26,16 @@ log = logging.getLogger(__name__)
 _CLOSED = "this ledger client is closed; open another one"
 
 
+Dial = Callable[[str, list[tuple[str, int]]], grpc.Channel]
+"""(address, channel options) to a channel; a simulator dials its own network."""
+
+
 class Link:
     """One channel in use by several threads; once retired it is closed by whoever leaves it last."""
 
-    def __init__(self, address: str, max_message_bytes: int) -> None:
+    def __init__(self, address: str, max_message_bytes: int, dial: Dial) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=_options(max_message_bytes))
+        self._channel = dial(address, _options(max_message_bytes))
         self.stub = pb_grpc.LedgerServiceStub(self._channel)
         self._users = 0
         self._retired = False
@@ -59,8 +63,9 @@ class Link:
 class Connection:
     """The current link to the ledger server. The address is read again for every new link."""
 
-    def __init__(self, address: Callable[[], str], max_message_bytes: int) -> None:
+    def __init__(self, address: Callable[[], str], max_message_bytes: int, dial: Dial = grpc.insecure_channel) -> None:
         self._address = address
+        self._dial = dial
         self._max_message_bytes = max_message_bytes
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -107,7 +112,7 @@ class Connection:
                 if not address:
                     raise Unavailable("the ledger server's address is not known yet; is `rollbook ledger` running?")
                 self.last_address = address
-                self._link = Link(self.last_address, self._max_message_bytes)
+                self._link = Link(self.last_address, self._max_message_bytes, self._dial)
             self._link.enter()
             return self._link
 

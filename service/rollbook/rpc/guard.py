@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import grpc
 
 from rollbook.core.errors import InvalidRequest, RollbookError, ServerFenced, WrongRun
+from rollbook.core.host import host
 from rollbook.observe.metrics import RPC_SECONDS
 from rollbook.rpc import status
 
@@ -62,7 +62,7 @@ class Standing:
             for listener in self.listeners:
                 listener()
             if self._on_fenced is not None:
-                threading.Thread(target=self._on_fenced, name="on-fenced", daemon=True).start()
+                host().thread(self._on_fenced, "on-fenced").start()
 
 
 class Guard(grpc.ServerInterceptor):
@@ -110,7 +110,7 @@ class Guard(grpc.ServerInterceptor):
     @contextmanager
     def _guarded(self, method: str, request: Any, context: grpc.ServicerContext) -> Iterator[None]:
         """Admit the call, time it, and end it with the status of whatever error leaves the block."""
-        started, outcome = time.monotonic(), "ok"
+        started, outcome = host().monotonic(), "ok"
         failure: RollbookError | None = None
         try:
             self._admit(request, context)
@@ -127,7 +127,7 @@ class Guard(grpc.ServerInterceptor):
         finally:
             if failure is not None:
                 outcome = type(failure).__name__
-            RPC_SECONDS.labels(method, outcome).observe(time.monotonic() - started)
+            RPC_SECONDS.labels(method, outcome).observe(host().monotonic() - started)
         if failure is not None:
             context.set_trailing_metadata(status.metadata_of(failure))
             context.abort(status.code_of(failure), status.message_of(failure))

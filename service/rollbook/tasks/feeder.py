@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
-import time
-import uuid
 from contextlib import suppress
 from dataclasses import replace
 
 from rollbook.core.config import Config
 from rollbook.core.errors import CursorMoved, NotReady, RoleHeld, RollbookError, TaskError, Unavailable
+from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import TASK_STREAM, Cursor, GroupSpec, Role, RoleTerm, ScheduleKind
 from rollbook.observe.failpoints import failpoint
@@ -44,8 +42,10 @@ def run_feeder(config: Config, client: LedgerPort, stop: threading.Event) -> Non
     term = _acquire(config, client, stop)
     if term is None:
         return
+    failpoint("feeder.after_role")
     try:
         feeder.run(term)
+        failpoint("feeder.before_release")
     finally:
         with suppress(RollbookError):  # an expired term frees the role as well, only later
             client.release_role(term)
@@ -53,16 +53,16 @@ def run_feeder(config: Config, client: LedgerPort, stop: threading.Event) -> Non
 
 def _acquire(config: Config, client: LedgerPort, stop: threading.Event) -> RoleTerm | None:
     """The feeder's term; None when stopped first. A dead holder's term ends within one TTL, so two are waited for."""
-    holder = os.environ.get("ROLLBOOK_INCARNATION") or uuid.uuid4().hex
-    supersede = os.environ.get("ROLLBOOK_SUPERSEDES", "")
+    holder = incarnation()
+    supersede = superseded()
     ttl_s = config.ledger.role_ttl_s
-    held_until = time.monotonic() + 2 * ttl_s
+    held_until = host().monotonic() + 2 * ttl_s
     outage = _Outage(config.supervisor.stall_s)
     while not stop.is_set():
         try:
             return client.acquire_role(Role.FEEDER, holder, ttl_s, supersede)
         except RoleHeld:
-            if time.monotonic() >= held_until:
+            if host().monotonic() >= held_until:
                 raise
         except (Unavailable, NotReady) as error:
             outage.note(error)
@@ -82,7 +82,7 @@ class _Outage:
 
     def note(self, error: RollbookError) -> None:
         """Count one failed call. Raises ``error`` when the outage is longer than the bound."""
-        now = time.monotonic()
+        now = host().monotonic()
         if self._since is None:
             self._since = now
             log.warning("the ledger cannot answer, trying again: %s", error, extra={"event": "ledger_unavailable"})
@@ -110,12 +110,12 @@ class Feeder:
         """Feed until there is nothing more to feed or stop is set. Raises Fenced when another feeder holds the role."""
         outage = _Outage(self._config.supervisor.stall_s)
         moved = 0
-        renew_at = time.monotonic() + term.ttl_s / 3
+        renew_at = host().monotonic() + term.ttl_s / 3
         while not self._stop.is_set():
             try:
-                if time.monotonic() >= renew_at:
+                if host().monotonic() >= renew_at:
                     term = self._client.renew_role(term)
-                    renew_at = time.monotonic() + term.ttl_s / 3
+                    renew_at = host().monotonic() + term.ttl_s / 3
                 done, idle = self._feed(term)
                 moved = 0
                 outage.over()
