@@ -19,6 +19,7 @@ from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigError, RoleHeld, RollbookError, Unavailable, WrongRun
 from rollbook.core.host import incarnation
 from rollbook.core.ports import LedgerPort
+from rollbook.observe import failpoints
 from rollbook.rpc.address import address_in
 from rollbook.rpc.client import LedgerClient
 
@@ -32,6 +33,14 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="override one field")
 
 
+def add_accept(parser: argparse.ArgumentParser) -> None:
+    """--accept, as the commands that open a run take it."""
+    parser.add_argument(
+        "--accept", action="append", default=[], metavar="FIELD",
+        help="accept that FIELD differs from what the run was opened with, as a revision from the first unplanned step on",
+    )  # fmt: skip
+
+
 def read_config(args: argparse.Namespace) -> Config:
     """The configuration a command was given."""
     path = Path(args.config)
@@ -42,6 +51,7 @@ def read_config(args: argparse.Namespace) -> Config:
     config = load_config(path, getattr(args, "overrides", []))
     if "://" not in config.ledger.url:
         raise ConfigError(f"{path}: ledger.url = {config.ledger.url!r}: use sqlite:///FILE or postgresql+psycopg://…")
+    failpoints.check(config.chaos.failpoints)
     return config
 
 

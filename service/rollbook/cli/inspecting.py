@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         ("status", status, "what runs, rates, lag, failures"),
         ("audit", audit, "every invariant as a query; exit 1 and the offending ids on violation"),
         ("why", why, "the whole story of one rollout"),
-        ("replay", replay, "rebuild versions from checkpoint 0 and the stored plans; compare digests"),
+        ("replay", replay, "rebuild versions from the start or a checkpoint and the stored plans; compare digests"),
         ("report", report, "one HTML file with plots"),
         ("evaluate", evaluate, "greedy accuracy of a version on held-out tasks"),
         ("regenerate", regenerate, "generate a stored rollout again from its key and compare"),
@@ -44,6 +45,10 @@ def register(commands: argparse._SubParsersAction) -> None:
             parser.add_argument("sample", metavar="SAMPLE_ID", help="ORDINAL.SIBLING, for example 12.3")
         if name == "replay":
             parser.add_argument("--to", type=int, default=0, metavar="STEP", help="last step; default: all stored")
+            parser.add_argument("--explain", action="store_true", help="at a difference, tell the first tensor and element")
+            parser.add_argument(
+                "--from-checkpoint", action="store_true", help="begin at the newest checkpoint at or below STEP, not at step 0"
+            )
         if name in ("status", "why"):
             parser.add_argument("--json", action="store_true")
         if name == "regenerate":
@@ -141,8 +146,11 @@ def replay(args: argparse.Namespace) -> int:
 
     config = read_config(args)
     with ledger_of(config) as ledger:
-        result = rebuild(config, ledger, args.to or ledger.resume_point().last_planned_step)
+        last = args.to or ledger.resume_point().last_planned_step
+        result = rebuild(config, ledger, last, explain=args.explain, from_checkpoint=args.from_checkpoint)
     print(json.dumps(result, indent=1))
+    if result.get("explanation"):
+        print(result["explanation"]["summary"], file=sys.stderr)
     return 0 if result["equal"] else 1
 
 

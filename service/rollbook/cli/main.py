@@ -14,10 +14,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rollbook.cli import inspecting, maintaining, modelling, roles, running
+from rollbook.cli import inspecting, maintaining, modelling, repairing, roles, running
 from rollbook.core.errors import (
+    ChainMismatch,
     ConfigError,
     Fenced,
+    LedgerBehind,
     RollbookError,
     RunPaused,
     SchemaTooNew,
@@ -28,7 +30,7 @@ from rollbook.core.errors import (
 )
 from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED
 
-REFUSALS = (ConfigError, TaskError, SchemaTooNew, SchemaTooOld, UnsafeStorage)
+REFUSALS = (ConfigError, TaskError, ChainMismatch, SchemaTooNew, SchemaTooOld, UnsafeStorage)
 """What only a person can repair, so that starting again does not help."""
 
 
@@ -39,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of language models over a ledger: written once, trained once, never lost.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in (running, roles, inspecting, maintaining, modelling):
+    for group in (running, roles, inspecting, maintaining, repairing, modelling):
         group.register(commands)
     return parser
 
@@ -58,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough; without this the interpreter complains once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (RunPaused, LedgerBehind) as error:
+        print(f"rollbook {args.command}: paused: {error}", file=sys.stderr)
+        return EXIT_PAUSED
     except REFUSALS as error:
         print(f"rollbook {args.command}: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    except RunPaused as error:
-        print(f"rollbook {args.command}: paused: {error}", file=sys.stderr)
-        return EXIT_PAUSED
     except (Fenced, ServerFenced) as error:
         print(f"rollbook {args.command}: {error}", file=sys.stderr)
         return 3

@@ -7,8 +7,8 @@ ports, engines, devices. It reports everything it finds, then exits 1 when somet
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.metadata
+import json
 import os
 import socket
 import sys
@@ -19,6 +19,7 @@ from rollbook.cli.common import add_config, answering, ledger_of, read_config
 from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
 from rollbook.core.records import ID_MAX
+from rollbook.observe import failpoints
 from rollbook.report.progress import shown_url
 
 
@@ -32,7 +33,8 @@ def register(commands: argparse._SubParsersAction) -> None:
     doctor_parser.add_argument("config", metavar="CONFIG", nargs="?", help="also check what this configuration needs")
     doctor_parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
     doctor_parser.add_argument("--constraints", help="constraints file to compare installed packages with")
-    doctor_parser.add_argument("--failpoints", action="store_true", help="list the named crash points")
+    doctor_parser.add_argument("--failpoints", action="store_true", help="list the named crash points and what is armed")
+    doctor_parser.add_argument("--json", action="store_true", help="with --failpoints: as JSON")
     doctor_parser.set_defaults(function=doctor)
     for name, function, text in (
         ("quarantine", quarantine, "take a group whose slots cannot be filled out of the run"),
@@ -88,8 +90,7 @@ def retry(args: argparse.Namespace) -> int:
 def doctor(args: argparse.Namespace) -> int:
     """Print one line per check; exit 1 when one failed."""
     if args.failpoints:
-        for name, places in failpoints().items():
-            print(f"{name:<36} {', '.join(places)}")
+        _list_failpoints(args)
         return 0
     failed = 0
     for name, check in _checks(args):
@@ -102,31 +103,26 @@ def doctor(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def failpoints() -> dict[str, list[str]]:
-    """Every crash point of the product with the places it stands in (file:line), read from the code itself.
-
-    A point whose name is put together at run time is listed under the expression.
-    """
-    root = Path(__file__).resolve().parents[1]
-    found: dict[str, list[str]] = {}
-    for file in sorted(root.rglob("*.py")):
-        source = file.read_text()
-        if "failpoint" not in source or file.name == "failpoints.py":
-            continue
-        for node in ast.walk(ast.parse(source)):
-            if not (isinstance(node, ast.Call) and _called(node.func) == "failpoint" and node.args):
-                continue
-            argument = node.args[0]
-            is_name = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
-            name = str(argument.value) if is_name else f"({ast.unparse(argument)})"  # type: ignore[attr-defined]
-            found.setdefault(name, []).append(f"{file.relative_to(root)}:{node.lineno}")
-    return dict(sorted(found.items()))
+def failpoint_rows(config: Config | None) -> list[dict[str, str | list[str]]]:
+    """Every named crash point with what a crash there means; ``armed`` says what this environment, or ``config``, arms."""
+    if config is not None:
+        failpoints.arm_configured(config.chaos.failpoints)
+    armed = failpoints.armed()
+    return [
+        {"name": point.name, "role": point.role, "crash_points": list(point.crash_points), "armed": armed.get(point.name, ""),
+         "recovery": point.recovery}
+        for point in failpoints.CATALOGUE.values()
+    ]  # fmt: skip
 
 
-def _called(function: ast.expr) -> str:
-    if isinstance(function, ast.Name):
-        return function.id
-    return function.attr if isinstance(function, ast.Attribute) else ""
+def _list_failpoints(args: argparse.Namespace) -> None:
+    rows = failpoint_rows(read_config(args) if args.config else None)
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        numbers = " ".join(row["crash_points"]) or "-"
+        print(f"{row['name']:<37} {row['role']:<10} {numbers:<9} {row['armed'] or '-':<12} {row['recovery']}")
 
 
 def _checks(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]:

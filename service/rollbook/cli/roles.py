@@ -11,9 +11,11 @@ import faulthandler
 import logging
 import signal
 import threading
+from pathlib import Path
 
-from rollbook.cli.common import add_config, client_for, read_config
+from rollbook.cli.common import add_accept, add_config, client_for, read_config
 from rollbook.core.config import Config
+from rollbook.observe import failpoints
 from rollbook.observe import log as logs
 from rollbook.supervise.policy import EXIT_STOPPED
 from rollbook.supervise.process import die_with_supervisor
@@ -34,7 +36,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         if name == "worker":
             parser.add_argument("--index", type=int, default=0, help="which worker of the configuration this is, from 0")
         if name == "ledger":
-            parser.add_argument("--accept-config-change", action="store_true", help="store a changed configuration as a revision")
+            add_accept(parser)
         parser.set_defaults(function=function)
 
 
@@ -52,7 +54,11 @@ def _begin(role: str, args: argparse.Namespace) -> tuple[Config, threading.Event
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    return read_config(args), stop
+    config = read_config(args)
+    failpoints.arm_configured(config.chaos.failpoints, Path(config.run.dir) / "chaos" if config.chaos.once else "")
+    if armed := failpoints.armed():
+        log.warning("failpoints are armed", extra={"event": "failpoints_armed", "points": armed, "unknown": failpoints.unknown()})
+    return config, stop
 
 
 def run_ledger(args: argparse.Namespace) -> int:
@@ -61,7 +67,7 @@ def run_ledger(args: argparse.Namespace) -> int:
     from rollbook.cli.serving import serve_ledger
 
     config, stop = _begin("ledger", args)
-    serve_ledger(config, run_record(config), stop, accept_revision=args.accept_config_change)
+    serve_ledger(config, run_record(config), stop, accept=args.accept)
     return 0
 
 

@@ -12,8 +12,9 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollbook.cli.common import add_config, client_for, config_args, ledger_of, read_config
+from rollbook.cli.common import add_accept, add_config, client_for, config_args, ledger_of, read_config
 from rollbook.cli.inspecting import print_audit, write_report
+from rollbook.core.changes import check_names
 from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
 from rollbook.report.progress import Progress, shown_url
@@ -29,9 +30,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     """Add the command."""
     parser = commands.add_parser("run", help="run everything on this machine; the same command again resumes")
     add_config(parser)
-    parser.add_argument(
-        "--accept-config-change", action="store_true", help="resume with a changed configuration, stored as a revision"
-    )
+    add_accept(parser)
     parser.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
     parser.add_argument("--no-report", action="store_true", help="skip the report at the end")
     parser.add_argument(
@@ -50,10 +49,11 @@ def run(args: argparse.Namespace) -> int:
     check_inputs(config)
     check_run_dir(config)
     record = run_record(config)
+    check_names(record.config_json, args.accept)
     print(f"run {config.run.id}  directory {config.run.dir}")
     print(f"configuration {record.config_digest[:16]}  ledger {shown_url(config.ledger.url)}", flush=True)
     progress = Progress(lambda: client_for(config, retry_s=1.0), config, plain=args.plain)
-    supervisor = LocalSupervisor(config, config_args(args), progress.event, args.accept_config_change, launch)
+    supervisor = LocalSupervisor(config, config_args(args), progress.event, args.accept, launch)
     with progress, _stopped_by(supervisor.request_stop):
         complete = supervisor.run(progress.opened, progress.flush)
     if deaths := supervisor.deaths():

@@ -10,15 +10,17 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
 from rollbook.cli.preflight import check_run_dir, check_still_recorded
+from rollbook.core.changes import differences
 from rollbook.core.config import Config
 from rollbook.core.errors import Fenced, LedgerLocked, RoleHeld, ServerFenced, Unavailable
 from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.records import RunRecord
+from rollbook.learner.history import Stray, move_aside, refuse_when_ahead
 from rollbook.ledger.ledger import Ledger
 from rollbook.observe.failpoints import failpoint
 from rollbook.rpc.address import write_address
@@ -32,19 +34,24 @@ log = logging.getLogger(__name__)
 
 
 def serve_ledger(
-    config: Config, record: RunRecord, stop: threading.Event, *, accept_revision: bool = False,
+    config: Config, record: RunRecord, stop: threading.Event, *, accept: Collection[str] = (),
     serve: Callable[..., RunningServer] = serve,
 ) -> None:  # fmt: skip
     """Serve the run until ``stop`` is set.
 
-    Raises: Fenced (another server took over), RoleHeld, LedgerLocked, Unavailable (not opened in time), ConfigMismatch.
+    Raises: Fenced (another server took over), RoleHeld, LedgerLocked, Unavailable (not opened in time), ConfigMismatch,
+    LedgerBehind (the run directory holds a newer history).
     """
     check_run_dir(config)
     patience = _Patience(2 * config.ledger.role_ttl_s + 2, stop)
     ledger = patience.repeat(lambda: _open_ledger(config))
     try:
-        check_still_recorded(config, ledger.run_ids())
-        opened = patience.repeat(lambda: ledger.open_run(record, accept_revision=accept_revision))
+        recorded = ledger.run_ids()
+        check_still_recorded(config, recorded)
+        if config.run.id in recorded:  # before anything is written, the feeder and workers of the run included
+            patience.repeat(lambda: ledger.attach(config.run.id))
+            refuse_when_ahead(Path(config.run.dir), ledger)
+        opened = patience.repeat(lambda: ledger.open_run(record, accept=accept))
         write_run_files(config, opened)
         server = serve(ledger, config.ledger.address, run_id=config.run.id, on_fenced=stop.set)
         failpoint("ledger.start.before_address")
@@ -115,8 +122,12 @@ def write_run_files(config: Config, opened: RunRecord) -> None:
     (directory / "revisions").mkdir(exist_ok=True)
     _fsync_directory(directory)
     revision = directory / "revisions" / f"{opened.revision}.json"
+    configuration = json.dumps(content["config"], sort_keys=True)
+    if revision.exists() and differences(revision.read_text(), configuration):  # of a history this ledger has lost
+        log.error("set aside revision %d of another history", opened.revision, extra={"event": "revision_set_aside"})
+        move_aside(Stray(revision, -1, ""))
     if not revision.exists():
-        _replace(revision, json.dumps(content["config"], sort_keys=True))
+        _replace(revision, configuration)
 
 
 def _replace(path: Path, text: str) -> None:

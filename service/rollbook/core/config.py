@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import tomllib
 import typing
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from rollbook.core.config_checks import check, check_sampling
 from rollbook.core.errors import ConfigError
 from rollbook.core.idempotency import digest
 from rollbook.core.records import RunRules, ScheduleKind
-from rollbook.core.tables import apply_override, build, join
+from rollbook.core.tables import apply_override, build
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class RunConfig:
     seed: int = 0
     """Seed of everything: task order, per-sample seeds, learner RNG."""
     chaos_allowed: bool = False
-    """Drills refuse a run that does not say true here."""
+    """Drills, and failpoints of ``[chaos]``, refuse a run that does not say true here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +208,25 @@ class LearnerConfig:
     """CPU threads of the process."""
     deterministic: bool = True
     """Deterministic kernels: what makes replay bitwise (P4)."""
+    on_divergence: str = "stop"
+    """When a replay after a crash gives other weights than the recorded ones: ``stop``, right where arithmetic is bitwise
+    and a difference is a fault, or ``fork``, which trains the recorded plans under a new lineage (R7)."""
+    fork_tolerance: float = 1e-4
+    """Largest ||replayed - recorded|| / ||recorded|| of published weights up to which a fork keeps samples of versions behind
+    it as if nothing had happened."""
+    keep_orphans: bool = False
+    """Keep those samples beyond the tolerance as well, at the lag of the path through the fork, instead of dropping them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """When training state becomes durable."""
 
-    every_steps: int = 10
-    """Steps between checkpoints; at most this many steps are replayed after a crash."""
+    every_steps: int | str = 10
+    """Steps between checkpoints, the most that are replayed after a crash; ``"auto"`` chooses where saving and replaying
+    together cost least (Young, Daly), from what the learner measures and ``mtbf_s``."""
+    mtbf_s: float = 14_400.0
+    """Mean time between crashes of the learner that ``"auto"`` reckons with."""
     keep: int = 3
     """Committed checkpoints kept; at least 2."""
 
@@ -272,6 +282,17 @@ class SupervisorConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChaosConfig:
+    """Faults at named places, for drills; needs ``run.chaos_allowed = true``."""
+
+    failpoints: str = ""
+    """``NAME=ACTION[@K]``, comma separated; ``rollbook doctor --failpoints`` lists the names. Actions: crash, raise, pause,
+    delay:SECONDS, error:ENOSPC, error:EIO; K counts crossings within a process."""
+    once: bool = True
+    """Each fires at most once over all processes of the run, by markers in ``chaos/`` of the run directory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything a run needs."""
 
@@ -285,6 +306,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    chaos: ChaosConfig = ChaosConfig()
 
     def __post_init__(self) -> None:
         check(self)
@@ -315,13 +337,53 @@ class Config:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     def digest(self) -> str:
-        """sha256 over everything that changes what is computed; addresses, paths of the run and budgets are left out."""
-        content = dataclasses.asdict(self)
+        """sha256 over everything that changes what is computed.
+
+        Left out are addresses, budgets, the cadence of checkpoints, what a fault does, and the places of files, whose content
+        a run's record has digests of. So are fields at their defaults: one more field in a later release changes no digest.
+        """
+        content = _not_default(self)
         content["run"] = {k: v for k, v in content["run"].items() if k in ("id", "seed", "steps")}
-        for section in ("supervisor", "ledger"):
-            content.pop(section)
-        content["ledger"] = dataclasses.asdict(self.rules())
+        for name in ("on_divergence", "fork_tolerance", "keep_orphans"):
+            content["learner"].pop(name, None)
+        for section, name in (("model", "path"), ("task", "path"), ("task", "heldout_path")):
+            content[section].pop(name, None)
+        if "reward" in content["task"]:
+            content["task"]["reward"] = portable_reward(content["task"]["reward"])
+        for section in ("supervisor", "ledger", "checkpoint", "chaos"):
+            content.pop(section, None)
+        content["ledger"] = _not_default(self.rules())
         return digest("config", json.dumps(content, sort_keys=True))
+
+
+FREE = (
+    "run.dir", "run.chaos_allowed", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
+    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "supervisor.", "chaos", "ledger.url", "ledger.address",
+    "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.group_commit_max", "ledger.payload_bytes_max",
+    "ledger.ordinals_per_partition",
+)  # fmt: skip
+"""Beginnings of the paths that are not part of ``Config.digest``: they may change at any time."""
+
+
+def portable_reward(spec: str) -> str:
+    """``task.reward`` without the folder of its file."""
+    place, colon, attribute = spec.rpartition(":")
+    return f"{Path(place).name}{colon}{attribute}" if place.endswith(".py") else spec
+
+
+def _not_default(value: typing.Any) -> typing.Any:
+    """A dataclass as a table without the fields that are at their defaults."""
+    if isinstance(value, tuple):
+        return [_not_default(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    out = {}
+    for spec in dataclasses.fields(value):
+        content = getattr(value, spec.name)
+        default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
+        if default is dataclasses.MISSING or content != default:
+            out[spec.name] = _not_default(content)
+    return out
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
@@ -369,35 +431,3 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     if url.startswith("sqlite:///") and not url.startswith("sqlite:////"):
         url = f"sqlite:///{absolute(url.removeprefix('sqlite:///'))}"
     return replace(config, run=run, task=task, model=model, ledger=replace(ledger, url=url))
-
-
-_FREE = (
-    "run.dir", "run.chaos_allowed", "supervisor.", "ledger.url", "ledger.address", "ledger.heartbeat_s", "ledger.role_ttl_s",
-    "ledger.group_commit_max", "ledger.payload_bytes_max", "ledger.ordinals_per_partition",
-)  # fmt: skip
-"""Beginnings of the paths that are not part of ``Config.digest``: they may change at any time."""
-
-
-def differences(stored_json: str, offered_json: str) -> list[str]:
-    """``path: stored -> offered`` for every field that is part of the digest and in which two records differ.
-
-    A record is a resolved configuration, or a table with one under ``config`` and digests of its inputs beside it.
-    """
-    out: list[str] = []
-
-    def shown(value: object) -> str:
-        is_digest = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
-        return f"{value[:12]}…" if isinstance(value, str) and is_digest else repr(value)
-
-    def walk(path: str, a: object, b: object) -> None:
-        if isinstance(a, dict) and isinstance(b, dict):
-            for key in sorted(a.keys() | b.keys()):
-                walk(join(path, key), a.get(key), b.get(key))
-        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-            for index, (one, other) in enumerate(zip(a, b, strict=True)):
-                walk(f"{path}[{index}]", one, other)
-        elif a != b and not path.removeprefix("config.").startswith(_FREE):
-            out.append(f"{path}: {shown(a)} -> {shown(b)}")
-
-    walk("", json.loads(stored_json), json.loads(offered_json))
-    return out

@@ -32,6 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "learner.dtype": ("float32", "bfloat16", "float64"),
     "learner.autocast": ("", "bfloat16"),
     "learner.publish_dtype": ("", "float32", "bfloat16", "float64"),
+    "learner.on_divergence": ("stop", "fork"),
 }  # fmt: skip
 """Fields that hold one of a few names."""
 
@@ -42,13 +43,15 @@ AT_LEAST: dict[str, float] = {
     "run.steps": 1, "run.seed": 0, "task.size": 1, "task.heldout_size": 0, "task.lookahead_groups": 0, "task.epochs": 0,
     "schedule.max_lag_versions": 0, "schedule.lag_versions": 0, "sampling.max_new_tokens": 1, "checkpoint.every_steps": 1,
     "learner.groups_per_step": 1, "learner.group_size": 1, "learner.minibatches": 1, "learner.micro_batch_size": 0,
-    "learner.lr": 0, "learner.warmup_steps": 0, "learner.threads": 1, "ledger.attempts_max": 1, "ledger.survivors_min": 0,
-    "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
+    "learner.lr": 0, "learner.warmup_steps": 0, "learner.threads": 1, "learner.fork_tolerance": 0, "ledger.attempts_max": 1,
+    "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
     "ledger.ordinals_per_partition": 1,
 }  # fmt: skip
 """Smallest value of a number."""
 
-POSITIVE = ("ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max")
+POSITIVE = (
+    "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
+)  # fmt: skip
 """Numbers that must exceed 0."""
 
 WORKER_AT_LEAST = {"count": 0, "slots": 1, "threads": 1, "max_model_len": 2}
@@ -94,7 +97,13 @@ def check(c: Config) -> None:
          f"run.id = {c.run.id!r}: use letters, digits, '-', '_' and '.', it becomes part of keys and file names")  # fmt: skip
     need(bool(c.run.dir), "run.dir is empty: name the directory that keeps checkpoints, versions, logs and spools")
     need(c.run.seed <= SEED_MAX, f"run.seed = {c.run.seed}: at most 2**63 - 1")
+    need(c.run.chaos_allowed or not c.chaos.failpoints,
+         f"chaos.failpoints = {c.chaos.failpoints!r}: this run does not allow faults; set run.chaos_allowed = true if its "
+         "processes may be killed on purpose")  # fmt: skip
     _check_learner(c.learner)
+    need(not (c.learner.keep_orphans and c.schedule.kind == "fixed"),
+         "learner.keep_orphans = true: in the fixed schedule the path through a fork is always longer than "
+         "schedule.lag_versions")  # fmt: skip
     need(c.checkpoint.keep >= 2, "checkpoint.keep must be >= 2: with one, a damaged newest checkpoint has no fallback")
     need(c.ledger.lease_ttl_s > 3 * c.ledger.heartbeat_s,
          f"ledger.lease_ttl_s = {c.ledger.lease_ttl_s} must exceed 3 x ledger.heartbeat_s = {3 * c.ledger.heartbeat_s}, "
@@ -120,8 +129,11 @@ def _check_numbers(c: Config) -> None:
         for f in dataclasses.fields(values):
             value = getattr(values, f.name)
             need(not isinstance(value, float) or math.isfinite(value), f"{section}.{f.name} = {value}: must be a finite number")
+    every = c.checkpoint.every_steps
+    need(every == "auto" or isinstance(every, int), f"checkpoint.every_steps = {every!r}: a number of steps, or 'auto'")
     for path, least in AT_LEAST.items():
-        need(_at(c, path) >= least, f"{path} = {_at(c, path)}: must be at least {least}")
+        value = _at(c, path)
+        need(value == "auto" or value >= least, f"{path} = {value}: must be at least {least}")
     for path in POSITIVE:
         need(_at(c, path) > 0, f"{path} = {_at(c, path)}: must exceed 0")
 

@@ -129,6 +129,10 @@ class ChainMismatch(RollbookError):
     """The checkpoint belongs to another history than the ledger's."""
 
 
+class LedgerBehind(ChainMismatch):
+    """The ledger is older than the checkpoints beside it: it was restored from an older copy."""
+
+
 class UnsupportedSampling(ConfigError):
     """These sampling settings would make recorded log-probs wrong."""
 

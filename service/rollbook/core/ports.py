@@ -7,7 +7,7 @@ Fakes implement these Protocols and live in the tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from rollbook.core.records import (
     GroupSpec,
     HeartbeatReply,
     LeaseReply,
+    Lineage,
     Plan,
     PlanOutcome,
     PolicyVersion,
@@ -53,10 +54,11 @@ class LedgerPort(Protocol):
     Every verb may raise ``Unavailable`` (retry with the same key), ``Fenced`` (stop) and ``WrongRun``.
     """
 
-    def open_run(self, run: RunRecord, *, accept_revision: bool = False) -> RunRecord:
-        """Create the run, or attach to it; same digest is success. Key: run id. Creates root lineage and stream state.
+    def open_run(self, run: RunRecord, *, accept: Collection[str] = ()) -> RunRecord:
+        """Create the run, or attach to it; an equal record is success. Key: run id. Creates root lineage and stream state.
 
-        Raises: ConfigMismatch (other digest and ``accept_revision`` is false; names the differing fields).
+        ``accept`` names changed fields; when every change is named, the record becomes a revision (R15).
+        Raises: ConfigMismatch (naming every changed field; some are never accepted).
         """
         ...
 
@@ -110,7 +112,8 @@ class LedgerPort(Protocol):
     ) -> LeaseReply:
         """Grant up to ``n_max`` slots under the loaded version, oldest group first, inside the staleness law (R3).
 
-        Key: (incarnation, request_id): a lost reply is answered again with the same grants.
+        Key: (incarnation, request_id): a lost reply is answered again with the same grants. Ids that end in a number which
+        grows with every call (``ID.N``) also keep a late duplicate from being granted what nobody waits for.
         Raises: StaleWeights (claimed version's digest is not the published one), InvalidRequest (unknown incarnation).
         """
         ...
@@ -175,6 +178,18 @@ class LedgerPort(Protocol):
         """Published versions in order."""
         ...
 
+    def fork_lineage(
+        self, term: RoleTerm, parent: int, fork_step: int, difference: float | None, tolerance: float, keep_orphans: bool = False
+    ) -> Lineage:
+        """Close ``parent`` and go on from its step ``fork_step`` in a new lineage, under copies of the recorded plans (R7).
+
+        Key: (parent, fork_step). ``difference``: largest relative weight difference found, None where nothing could be
+        compared; up to ``tolerance`` unplanned samples of versions behind the fork are kept, beyond it dropped and refilled,
+        unless ``keep_orphans``.
+        Raises: Conflict (``parent`` forked at another step), InvalidRequest (nothing is recorded behind the step).
+        """
+        ...
+
     def commit_checkpoint(self, term: RoleTerm, checkpoint: Checkpoint) -> Checkpoint:
         """Insert the row that makes a checkpoint real. Key: (lineage, step); same manifest digest is success.
 
@@ -195,7 +210,8 @@ class LedgerPort(Protocol):
 
         ``run_id``, ``revision``, ``lineage``; ``steps``: {configured, planned, trained, skipped, published, checkpoint};
         ``head``: {version, digest} or None; ``slots``: {issued, pending, leased, submitted, planned, applied, verdicts};
-        ``groups``: {issued, opened, planned, refilled}; ``verdicts``: {kind: n}; ``failures``: {reason: n};
+        ``forks``: [fields of ``Lineage``]; ``groups``: {issued, opened, planned, refilled}; ``verdicts``: {kind: n};
+        ``failures``: {reason: n};
         ``submits``: {accepted, replayed, conflict, fenced, refused}; ``tokens``: {accepted}; ``cursor``: {stream: next_ordinal};
         ``roles``: [{role, epoch, holder, expires_in_s}]; ``workers``: [{incarnation, host, engine, version, beat_age_s, leases}];
         ``rates``: {samples_per_s, tokens_per_s} over the last minute; ``last_step``: newest entry of ``step_metrics`` or None;

@@ -101,6 +101,15 @@ class PlanOutcome(StrEnum):
     SKIPPED = "skipped"
 
 
+class ForkVerdict(StrEnum):
+    """What a fork says of samples of versions behind it (R7): ``within`` tolerance they are kept, beyond it ``dropped``, or
+    ``kept`` by configuration under the longer lag."""
+
+    WITHIN = "within"
+    KEPT = "kept"
+    DROPPED = "dropped"
+
+
 class CheckpointState(StrEnum):
     """State of a checkpoint row; ``committed`` is the only loadable one."""
 
@@ -211,6 +220,25 @@ class PolicyVersion:
     probe_json: str
     """{"token_ids": [...], "logprobs": [...]}: fixed tokens and the trainer's log-probs (T = 1) on them (R18)."""
     n_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """One line of versions; every lineage but the first forks from the one before it, which is closed then (R6)."""
+
+    number: int
+    parent: int | None
+    """None for the lineage the run began with; the fields after it say nothing there."""
+    fork_step: int
+    """Last step shared with the parent: the new lineage's first own step is the one after it."""
+    verdict: ForkVerdict
+    difference: float | None
+    """Largest relative weight difference between replayed and recorded versions; None where no bytes could be compared."""
+    tolerance: float
+    orphans_kept: int = 0
+    """Samples of versions behind the fork that were in no plan when it was made, and stay usable."""
+    orphans_dropped: int = 0
+    """Such samples that got a verdict in the fork's transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +378,9 @@ class Plan:
     chain_digest: str
     outcome: PlanOutcome | None = None
     reason: str = ""
+    """Why ``outcome``, or while there is none why ``obeys``."""
+    obeys: PlanOutcome | None = None
+    """How the step ended in the lineage the plan was copied from, while it has no outcome of its own (R8)."""
 
 
 @dataclass(frozen=True, slots=True)

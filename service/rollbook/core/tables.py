@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
+import types
 import typing
 
 from rollbook.core.errors import ConfigError
@@ -16,7 +17,12 @@ from rollbook.core.errors import ConfigError
 _SHOWN = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "dict": "a table"}
 
 
-def _value(kind: type, value: object, path: str) -> object:
+def _value(kind: typing.Any, value: object, path: str) -> object:
+    if isinstance(kind, types.UnionType):
+        kinds = typing.get_args(kind)
+        if type(value) not in kinds:
+            raise ConfigError(f"{path} = {value!r}: expected {' or '.join(_SHOWN[one.__name__] for one in kinds)}")
+        return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -51,7 +57,8 @@ def build(cls: type, table: object, path: str) -> object:
                 raise ConfigError(f"{where}: expected [[{where}]] tables")
             values[name] = tuple(build(typing.get_args(kind)[0], t, f"{where}[{i}]") for i, t in enumerate(items))
         else:
-            values[name] = _value(typing.get_origin(kind) or kind, table[name], where)  # type: ignore[arg-type]
+            is_union = isinstance(kind, types.UnionType)
+            values[name] = _value(kind if is_union else typing.get_origin(kind) or kind, table[name], where)
     return cls(**values)
 
 

@@ -137,6 +137,10 @@ class CheckpointFiles:
         """The manifest of a verified directory."""
         return json.loads((self.root / name / MANIFEST).read_bytes())
 
+    def n_bytes(self, name: str) -> int:
+        """Size of a finished directory's files."""
+        return sum(path.stat().st_size for path in (self.root / name).iterdir())
+
     def names(self) -> list[str]:
         """Finished directories, newest step first."""
         found = [path.name for path in self.root.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
@@ -223,9 +227,9 @@ class Checkpoints:
         known = {checkpoint.dir_name for checkpoint in self.committed}
         for name in self.files.names():
             lineage, step, _ = (int(part) for part in name.split("."))
-            if name in known or lineage != point.lineage:
+            if name in known or lineage > point.lineage:
                 continue
-            if step <= newest:
+            if lineage < point.lineage or step <= newest:  # a lineage that was forked from is closed
                 self.files.remove(name)
             else:
                 self._adopt_or_remove(name, point, run_id, config_seed)

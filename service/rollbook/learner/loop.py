@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.core.config import Config
-from rollbook.core.errors import ChainMismatch, NotReady, ReplayDiverged
+from rollbook.core.errors import ChainMismatch, NotReady
 from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.idempotency import chain_digest, items_digest
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import TASK_STREAM, Plan, PlanOutcome, PolicyVersion, Role
 from rollbook.learner.checkpoint import Checkpoints
 from rollbook.learner.collate import collate
+from rollbook.learner.forking import Divergence, fork, other_weights, stopped
+from rollbook.learner.history import refuse_when_ahead
+from rollbook.learner.interval import Cadence
 from rollbook.learner.model import load_policy
 from rollbook.learner.publish import Publisher
 from rollbook.learner.resume import restore_newest
@@ -46,7 +49,7 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
     Raises:
         Fenced: another learner took over; nothing was written after that.
         RoleHeld: another learner holds the role and keeps renewing it.
-        ReplayDiverged: a replayed step gave other weights than the recorded ones.
+        ReplayDiverged: a replayed step gave other weights than the recorded ones, and the lineage does not fork.
         RunPaused: the schedule needs an operator's decision.
     """
     holder = incarnation()
@@ -62,7 +65,10 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
             plan = learner.next_plan(stop)
             if plan is None:
                 break
-            learner.advance(plan)
+            try:
+                learner.advance(plan)
+            except Divergence as found:
+                fork(learner, found)
         learner.checkpoint()
         failpoint("learner.before_release")
     return learner.step >= config.run.steps
@@ -70,7 +76,10 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
 
 @dataclass
 class Learner:
-    """A trainer bound to its ledger role; ``recorded`` and ``last_planned_step`` say what existed when it started."""
+    """A trainer bound to its ledger role.
+
+    ``recorded`` versions and ``last_planned_step`` say what existed when it started, or when its lineage began.
+    """
 
     config: Config
     client: LedgerPort
@@ -81,6 +90,7 @@ class Learner:
     revisions: Revisions
     recorded: dict[int, PolicyVersion]
     last_planned_step: int
+    cadence: Cadence
     seconds_waited: float = 0.0
     seconds_published: float = 0.0
     seconds_checkpointed: float = 0.0
@@ -121,20 +131,38 @@ class Learner:
 
     def advance(self, plan: Plan) -> None:
         """Train one plan to its published version and, when due, its checkpoint."""
+        began = host().monotonic()
+        result = self.train(plan)
+        if result is not None:
+            self._finish(plan, result)
+        elif plan.outcome is None:
+            self._skip_as_recorded(plan)
+        started = host().monotonic()
+        self._publish(plan)
+        self.seconds_published, trained_s, started = host().monotonic() - started, started - began, host().monotonic()
+        self.cadence.stepped(self.seconds_waited + trained_s + self.seconds_published, trained_s)
+        if self.cadence.due(self.step, max(self.checkpoints.steps(), default=0)):
+            self.checkpoint()
+        self.seconds_checkpointed = host().monotonic() - started
+
+    def train(self, plan: Plan) -> StepResult | None:
+        """Make the plan's step and write nothing; None where it is skipped because it is recorded so (R8).
+
+        That holds as well for a plan copied at a fork from a lineage in which the step was skipped.
+        """
         self._check_chain(plan)
         config = self.revisions.config_of(plan.revision, planned_now=plan.step > self.last_planned_step)
         self.trainer.require_same_arithmetic(config)
         self.trainer.use(config)
-        if plan.outcome is PlanOutcome.SKIPPED:
+        if PlanOutcome.SKIPPED in (plan.outcome, plan.obeys):
             self.trainer.skip_step()
-        else:
-            self._finish(plan, self._train(plan))
-        started = host().monotonic()
-        self._publish(plan)
-        self.seconds_published, started = host().monotonic() - started, host().monotonic()
-        if self.step % self.config.checkpoint.every_steps == 0:
-            self.checkpoint()
-        self.seconds_checkpointed = host().monotonic() - started
+            return None
+        return self._train(plan)
+
+    def _skip_as_recorded(self, plan: Plan) -> None:
+        self.role.check()
+        self.client.finish_plan(self.role.term, plan.lineage, plan.step, PlanOutcome.SKIPPED, plan.reason, "{}")
+        failpoint("learner.after_finish_plan")
 
     def _check_chain(self, plan: Plan) -> None:
         expected = chain_digest(self.trainer.progress.chain_digest, plan.step, items_digest(plan.items))
@@ -154,15 +182,15 @@ class Learner:
         failpoint("learner.after_step")
         result.metrics.update(
             seconds_plan_wait=self.seconds_waited, seconds_fetch=seconds_fetch, seconds_publish_before=self.seconds_published,
-            seconds_checkpoint_before=self.seconds_checkpointed,
+            seconds_checkpoint_before=self.seconds_checkpointed, **self.cadence.interval.to_values(),
         )  # fmt: skip
         return result
 
     def _finish(self, plan: Plan, result: StepResult) -> None:
         if plan.outcome is not None and plan.outcome is not result.outcome:
-            raise ReplayDiverged(
-                f"step {plan.step} is recorded as {plan.outcome.value}, its replay was {result.outcome.value} "
-                f"({result.reason}); {_WAY_OUT}"
+            raise Divergence(
+                f"step {plan.step} is recorded as {plan.outcome.value}, its replay was {result.outcome.value} ({result.reason})",
+                plan,
             )
         self.role.check()
         if plan.outcome is None:
@@ -184,7 +212,7 @@ class Learner:
         else:
             digest = self.publisher.digest()
             if digest != recorded.digest:
-                raise _diverged(plan.step, recorded.digest, digest)
+                raise Divergence(other_weights(plan.step, recorded.digest, digest), plan)
             if plan.step == max(self.recorded):
                 self.publisher.ensure_bytes(recorded)
         self.trainer.note(chain_digest=plan.chain_digest, version_digest=digest)
@@ -194,36 +222,29 @@ class Learner:
         if self.step in self.checkpoints.steps():
             return
         self.role.check()
+        started = host().monotonic()
         self.trainer.note(cursor=self.client.cursor(TASK_STREAM))
-        self.checkpoints.save(self.trainer.state_dict())
+        saved = self.checkpoints.save(self.trainer.state_dict())
         head = max([self.step, *self.recorded])
         lag_max = self.config.rules().max_lag_versions
         deleted = self.publisher.retain(self.lineage, head, lag_max, self.checkpoints.steps())
         if deleted:
             log.info("deleted weights of %d versions", len(deleted), extra={"event": "versions_deleted"})
-
-
-_WAY_OUT = (
-    "the arithmetic is not bitwise the recorded one: check that machine, thread count, torch version and "
-    "learner.deterministic are as before (the checkpoint's MANIFEST.json names them) and start again"
-)
-
-
-def _diverged(step: int, recorded: str, replayed: str) -> ReplayDiverged:
-    """The one place that decides what a differing replay means; without forks it stops the run."""
-    return ReplayDiverged(f"step {step}: recorded weights {recorded[:16]}, replayed weights {replayed[:16]}; {_WAY_OUT}")
+        self.cadence.saved(self.step, host().monotonic() - started, self.checkpoints.files.n_bytes(saved.dir_name))
 
 
 def open_learner(config: Config, client: LedgerPort, role: HeldRole) -> Learner:
     """A learner at the newest state that can be restored; a new run gets version 0 and checkpoint 0 first (R8)."""
     run_dir = Path(config.run.dir)
     point = client.resume_point()
+    refuse_when_ahead(run_dir, client)
     checkpoints = Checkpoints(run_dir / "checkpoints", client, role.term, config.checkpoint.keep)
     checkpoints.open(point, config.run.id, config.run.seed)
     recorded = {version.version: version for version in client.versions(point.lineage)}
     trainer = Trainer(load_policy(config), config)
     trainer.note(lineage=point.lineage)
     restored = restore_newest(trainer, checkpoints, client, point, recorded)
+    trainer.note(lineage=point.lineage)  # a checkpoint from before a fork names the lineage it was made in
     learner = Learner(
         config=config,
         client=client,
@@ -234,6 +255,7 @@ def open_learner(config: Config, client: LedgerPort, role: HeldRole) -> Learner:
         revisions=Revisions(run_dir / "revisions", config),
         recorded=recorded,
         last_planned_step=point.last_planned_step,
+        cadence=Cadence(config.checkpoint.every_steps, config.checkpoint.mtbf_s),
     )
     if restored is None:
         _begin(learner)
@@ -254,7 +276,7 @@ def _begin(learner: Learner) -> None:
     else:
         digest = learner.publisher.digest()
         if digest != recorded.digest:
-            raise _diverged(0, recorded.digest, digest)
+            raise stopped(other_weights(0, recorded.digest, digest))
     learner.trainer.note(version_digest=digest)
     failpoint("learner.start.after_version")
     learner.checkpoint()

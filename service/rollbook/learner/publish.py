@@ -152,14 +152,15 @@ class Publisher:
     def retain(self, lineage: int, head_version: int, max_lag_versions: int, checkpoint_steps: Collection[int]) -> list[str]:
         """Delete versions nobody can need: neither within ``max_lag_versions + 2`` of the head nor a kept checkpoint's.
 
-        Version 0 stays, because evaluations compare with the start.
+        Version 0 stays, because evaluations compare with the start. Versions that a fork left behind in an older lineage
+        go by the same rule: samples of them are used no longer than others.
         A slot is sampled under a version at most ``max_lag_versions`` behind the step that trains it, in both
         schedules, so the window covers live leases, unplanned samples and fixed-lag slots. Returns the deleted names.
         """
         deleted = []
         for directory in sorted((self._run_dir / "versions").iterdir()):
             match = _NAME.fullmatch(directory.name)
-            if match is None or int(match[1]) != lineage:
+            if match is None or int(match[1]) > lineage:
                 continue
             version = int(match[2])
             if 0 < version <= head_version - (max_lag_versions + 2) and version not in checkpoint_steps:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 
 from rollbook.core.config import config_from_json
-from rollbook.core.errors import ChainMismatch, CheckpointDamaged
+from rollbook.core.errors import ChainMismatch, CheckpointDamaged, LedgerBehind
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import TASK_STREAM, Checkpoint, Cursor, PolicyVersion, ResumePoint
 from rollbook.learner.checkpoint import Checkpoints, library_versions
+from rollbook.learner.history import is_behind
 from rollbook.learner.publish import publish_dtype, published_digest
 from rollbook.learner.state import Progress
 from rollbook.learner.trainer import Trainer
@@ -82,16 +83,14 @@ def compare_cursor(progress: Progress, ledger: Cursor) -> None:
     """Refuse a ledger whose task stream stands before the checkpoint's copy of it.
 
     Raises:
-        ChainMismatch: the ledger is older than the checkpoint.
+        LedgerBehind: the ledger is older than the checkpoint.
     """
     copy = progress.cursor
-    if copy is None:
-        return
-    is_same_place = ledger.next_ordinal == copy.next_ordinal
-    if ledger.next_ordinal < copy.next_ordinal or (is_same_place and ledger.state_json != copy.state_json):
-        raise ChainMismatch(
+    if copy is not None and is_behind(ledger, copy):
+        raise LedgerBehind(
             f"the task stream stands at ordinal {ledger.next_ordinal}, but the checkpoint of step {progress.step} saw it at "
-            f"{copy.next_ordinal}: the ledger was restored from an older copy than the checkpoints; restore the newer one"
+            f"{copy.next_ordinal}: the ledger was restored from an older copy than the checkpoints; restore the newer one, or "
+            "see what going on from here would mean: `rollbook repair RUN --discard-newer-checkpoints`"
         )
 
 

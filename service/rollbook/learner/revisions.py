@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollbook.core.config import Config, config_from_json, differences
+from rollbook.core.changes import differences
+from rollbook.core.config import Config, config_from_json
 from rollbook.core.errors import ConfigMismatch
 from rollbook.learner.durable import fsync_directory, make_directory, write_durably
 from rollbook.observe.failpoints import failpoint

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollbook.core.config import Config, differences
+from rollbook.core.changes import differences
+from rollbook.core.config import Config
 from rollbook.core.errors import CheckpointDamaged, ConfigError, ConfigMismatch, InvalidRequest
 from rollbook.core.host import host
 from rollbook.core.idempotency import digest, genesis_digest
@@ -340,9 +341,8 @@ class Trainer:
         missing = {"config_digest", "config_json", "optimizer", "schedule", "rng", "progress"} - set(state.values)
         if missing or set(state.tensors) != {"model", "optimizer"}:
             raise CheckpointDamaged(f"the state lacks {sorted(missing)}; tensors: {sorted(state.tensors)}")
-        if state.values["config_digest"] != self.config.digest():
-            found = differences(state.values["config_json"], self.config.to_json())
-            raise ConfigMismatch(f"the state was taken under another configuration: {'; '.join(found) or 'digest differs'}")
+        if found := differences(state.values["config_json"], self.config.to_json()):
+            raise ConfigMismatch(f"the state was taken under another configuration: {'; '.join(found)}")
         progress = Progress.from_values(state.values["progress"])
         _check_progress(progress)
         if state.values["schedule"] != self._schedule(progress.step):

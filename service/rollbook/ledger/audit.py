@@ -1,68 +1,28 @@
 """Every invariant as one query that returns its violations.
 
-Owns the list ``CHECKS``: name, promise, sentence, query. Never repairs anything. Each check reads only rows, so it says the same
-after any restart; the audit runs in one snapshot. Digests and chains are recomputed from the stored bytes.
+Owns the audit and most of its checks: name, promise, sentence, query; what forks may do stands in ``audit_forks``. Never
+repairs anything. Each check reads only rows, so it says the same after any restart; the audit runs in one snapshot. Digests
+and chains are recomputed from the stored bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import sqlalchemy as sa
 
 from rollbook.core.idempotency import chain_digest, genesis_digest, items_digest, sample_seed
-from rollbook.core.records import PlanItem, RunRecord, SlotKey, Violation
+from rollbook.core.records import PlanItem, SlotKey, Violation
 from rollbook.core.staleness import fixed_step_of, fixed_version
+from rollbook.ledger import audit_forks as _audit_forks  # noqa: F401  its checks enter the list
 from rollbook.ledger import schema as t
+from rollbook.ledger.checks import CHECKS, Subject, both, check, missing, same_slot, slot_ids
 from rollbook.ledger.planning import STORED, stored_digest
+
+__all__ = ["CHECKS", "Subject", "run_audit"]
 
 IDS_MAX = 1000
 """Ids reported per finding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What a check looks at: one snapshot of one run."""
-
-    conn: sa.Connection
-    run: RunRecord
-    lineages: tuple[int, ...]
-    along: Callable[[Any, Any, int], sa.ColumnElement[bool]]
-    """(lineage column, step column, lineage) to the condition "in its ancestry"."""
-
-    def rows(self, query: sa.Select) -> list[Any]:
-        return list(self.conn.execute(query).all())
-
-    def here(self, table: sa.Table) -> sa.ColumnElement[bool]:
-        return table.c.run_id == self.run.run_id
-
-
-Finder = Callable[[Subject], Iterator[tuple[str, Sequence[str]]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One invariant. ``find`` yields (detail, ids) per violation class."""
-
-    name: str
-    promise: str
-    sentence: str
-    find: Finder
-
-
-CHECKS: list[Check] = []
-
-
-def check(name: str, promise: str, sentence: str) -> Callable[[Finder], Finder]:
-    """Register a finder."""
-
-    def register(find: Finder) -> Finder:
-        CHECKS.append(Check(name, promise, sentence, find))
-        return find
-
-    return register
 
 
 def run_audit(subject: Subject) -> list[Violation]:
@@ -74,37 +34,11 @@ def run_audit(subject: Subject) -> list[Violation]:
     return out
 
 
-def _slot_ids(rows: Sequence[Any]) -> list[str]:
-    return [f"{r.ordinal}.{r.sibling}" for r in rows]
-
-
-def _same_slot(a: Any, b: Any) -> sa.ColumnElement[bool]:
-    return sa.and_(a.run_id == b.run_id, a.ordinal == b.ordinal, a.sibling == b.sibling)
-
-
-def _missing(subject: Subject, table: sa.Table, other: sa.Table) -> list[str]:
-    """Slots of ``table`` without a row in ``other``."""
-    c = table.c
-    return _slot_ids(subject.rows(
-        sa.select(c.ordinal, c.sibling).where(subject.here(table), ~sa.exists().where(_same_slot(c, other.c)))
-        .order_by(c.ordinal, c.sibling)
-    ))  # fmt: skip
-
-
-def _both(subject: Subject, table: sa.Table, other: sa.Table) -> list[str]:
-    """Slots with a row in both tables."""
-    c = table.c
-    return _slot_ids(subject.rows(
-        sa.select(c.ordinal, c.sibling).distinct().where(subject.here(table), sa.exists().where(_same_slot(c, other.c)))
-        .order_by(c.ordinal, c.sibling)
-    ))  # fmt: skip
-
-
 @check("sample_has_payload", "P1", "Every accepted sample has its bytes, and no bytes are without a sample.")
 def _sample_has_payload(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
-    if ids := _missing(s, t.sample, t.payload):
+    if ids := missing(s, t.sample, t.payload):
         yield "samples without payload", ids
-    if ids := _missing(s, t.payload, t.sample):
+    if ids := missing(s, t.payload, t.sample):
         yield "payloads without sample", ids
 
 
@@ -122,14 +56,14 @@ def _payload_digest(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
 @check("sample_in_slot", "P2", "Every sample, verdict and lease belongs to an issued slot; one sample per slot.")
 def _sample_in_slot(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
     for table in (t.sample, t.verdict, t.lease):
-        if ids := _missing(s, table, t.slot):
+        if ids := missing(s, table, t.slot):
             yield f"{table.name} rows without an issued slot", ids
     c = t.sample.c
     twice = s.rows(
         sa.select(c.ordinal, c.sibling).where(s.here(t.sample)).group_by(c.ordinal, c.sibling).having(sa.func.count() > 1)
     )
     if twice:
-        yield "slots with more than one sample", _slot_ids(twice)
+        yield "slots with more than one sample", slot_ids(twice)
 
 
 @check("trained_once", "P3", "A sample is in at most one plan along every lineage's ancestry.")
@@ -141,7 +75,7 @@ def _trained_once(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
             .group_by(c.ordinal, c.sibling).having(sa.func.count() > 1)
         )  # fmt: skip
         if rows:
-            yield f"samples planned more than once in lineage {lineage}", _slot_ids(rows)
+            yield f"samples planned more than once in lineage {lineage}", slot_ids(rows)
 
 
 @check("steps_gapless", "P3", "Planned steps are 1, 2, 3, … without a gap; outcomes exist for a prefix of them.")
@@ -185,12 +119,12 @@ def _chain_digest(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
 def _item_matches_sample(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
     i, c = t.plan_item.c, t.sample.c
     same = sa.and_(
-        _same_slot(i, c), c.payload_digest == i.payload_digest,
+        same_slot(i, c), c.payload_digest == i.payload_digest,
         sa.or_(c.reward == i.reward, sa.and_(c.reward.is_(None), i.reward.is_(None))),
     )  # fmt: skip
     rows = s.rows(sa.select(i.ordinal, i.sibling).where(s.here(t.plan_item), ~sa.exists().where(same)))
     if rows:
-        yield "plan items that differ from their sample", _slot_ids(rows)
+        yield "plan items that differ from their sample", slot_ids(rows)
 
 
 @check("checkpoint_chain", "P4", "Every committed checkpoint carries the ledger's chain digest at its step (I8).")
@@ -210,20 +144,6 @@ def _checkpoint_chain(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
         yield "checkpoints of another history", wrong
 
 
-@check("head_lag", "P5", "No planned token is older than the bound of its plan's revision at the step that trains it.")
-def _head_lag(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
-    i, p, c, r = t.plan_item.c, t.plan.c, t.sample.c, t.config_revision.c
-    rows = s.rows(
-        sa.select(i.ordinal, i.sibling)
-        .join(t.plan, sa.and_(p.run_id == i.run_id, p.lineage == i.lineage, p.step == i.step))
-        .join(t.config_revision, sa.and_(r.run_id == p.run_id, r.revision == p.revision))
-        .join(t.sample, _same_slot(c, i))
-        .where(s.here(t.plan_item), p.base_version - c.version_min > r.max_lag_versions)
-    )
-    if rows:
-        yield "planned samples beyond the staleness bound", _slot_ids(rows)
-
-
 @check(
     "versions_possible", "P5", "No planned token is from the future of its step; fixed-lag samples have exactly the due version."
 )
@@ -232,11 +152,11 @@ def _versions_possible(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
     rows = s.rows(
         sa.select(i.ordinal, i.sibling)
         .join(t.plan, sa.and_(p.run_id == i.run_id, p.lineage == i.lineage, p.step == i.step))
-        .join(t.sample, _same_slot(c, i))
+        .join(t.sample, same_slot(c, i))
         .where(s.here(t.plan_item), c.version_max > p.base_version)
     )
     if rows:
-        yield "planned samples of a version newer than the step's base", _slot_ids(rows)
+        yield "planned samples of a version newer than the step's base", slot_ids(rows)
     rules = s.run.rules
     if rules.schedule.value == "fixed":
         off = []
@@ -245,7 +165,7 @@ def _versions_possible(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
             if not row.version_min == row.version_max == due:
                 off.append(row)
         if off:
-            yield "samples not generated under the version their step asks for", _slot_ids(off)
+            yield "samples not generated under the version their step asks for", slot_ids(off)
 
 
 @check("reward_rule", "P6", "A reward stands exactly where a verifier gave one; only rewarded members are valid.")
@@ -258,19 +178,19 @@ def _reward_rule(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
         )
     )
     if rows:
-        yield "samples whose reward and reward_status contradict each other", _slot_ids(rows)
+        yield "samples whose reward and reward_status contradict each other", slot_ids(rows)
     rows = s.rows(
         sa.select(i.ordinal, i.sibling).where(
             s.here(t.plan_item), sa.or_(sa.and_(i.valid, i.reward.is_(None)), sa.and_(~i.valid, i.reward.is_not(None)))
         )
     )
     if rows:
-        yield "plan items valid without a reward, or the other way round", _slot_ids(rows)
+        yield "plan items valid without a reward, or the other way round", slot_ids(rows)
 
 
 @check("verdict_excludes_plan", "P7", "No slot has both a verdict and a place in a plan.")
 def _verdict_excludes_plan(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
-    if ids := _both(s, t.verdict, t.plan_item):
+    if ids := both(s, t.verdict, t.plan_item):
         yield "slots with a verdict that are planned too", ids
 
 
@@ -300,17 +220,17 @@ def _ordinals_gapless(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
 def _conservation(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
     slot, i = t.slot.c, t.plan_item.c
     for lineage in s.lineages[-1:]:
-        leased = sa.exists().where(_same_slot(t.lease.c, slot))
-        sampled = sa.exists().where(_same_slot(t.sample.c, slot))
-        judged = sa.exists().where(_same_slot(t.verdict.c, slot))
-        planned = sa.exists().where(_same_slot(i, slot), s.along(i.lineage, i.step, lineage))
+        leased = sa.exists().where(same_slot(t.lease.c, slot))
+        sampled = sa.exists().where(same_slot(t.sample.c, slot))
+        judged = sa.exists().where(same_slot(t.verdict.c, slot))
+        planned = sa.exists().where(same_slot(i, slot), s.along(i.lineage, i.step, lineage))
         for detail, condition in (
             ("slots with a lease that have a sample or a verdict already", sa.and_(leased, sa.or_(sampled, judged))),
             ("slots planned without a sample", sa.and_(planned, ~sampled)),
         ):
             rows = s.rows(sa.select(slot.ordinal, slot.sibling).where(s.here(t.slot), condition))
             if rows:
-                yield detail, _slot_ids(rows)
+                yield detail, slot_ids(rows)
 
 
 @check("groups_planned_whole", "P7", "All slots of a planned group that have no verdict are in the same plan.")
@@ -323,12 +243,12 @@ def _groups_planned_whole(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
             sa.select(slot.ordinal, slot.sibling).where(
                 s.here(t.slot),
                 slot.ordinal.in_(groups),
-                ~sa.exists().where(_same_slot(t.verdict.c, slot)),
-                ~sa.exists().where(_same_slot(i, slot), along),
+                ~sa.exists().where(same_slot(t.verdict.c, slot)),
+                ~sa.exists().where(same_slot(i, slot), along),
             )  # fmt: skip
         )
         if rows:
-            yield f"members left out of their group's plan (lineage {lineage})", _slot_ids(rows)
+            yield f"members left out of their group's plan (lineage {lineage})", slot_ids(rows)
         split = s.rows(
             sa.select(i.ordinal)
             .where(s.here(t.plan_item), along)
@@ -398,13 +318,13 @@ def _lease_tokens(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
     )
     rows = s.rows(sa.select(c.ordinal, c.sibling).where(s.here(t.sample), ~granted))
     if rows:
-        yield "samples under a lease token that was never granted", _slot_ids(rows)
+        yield "samples under a lease token that was never granted", slot_ids(rows)
     twice = s.rows(
         sa.select(e.ordinal, e.sibling).where(s.here(t.event), e.kind == "lease_granted")
         .group_by(e.ordinal, e.sibling, e.token).having(sa.func.count() > 1)
     )  # fmt: skip
     if twice:
-        yield "slots whose lease token was granted twice", _slot_ids(twice)
+        yield "slots whose lease token was granted twice", slot_ids(twice)
     lease = t.lease.c
     newest = (
         sa.select(sa.func.max(e.token))
@@ -413,7 +333,7 @@ def _lease_tokens(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
     )  # fmt: skip
     behind = s.rows(sa.select(lease.ordinal, lease.sibling).where(s.here(t.lease), sa.func.coalesce(newest, 0) != lease.token))
     if behind:
-        yield "leases whose token is not the newest granted one", _slot_ids(behind)
+        yield "leases whose token is not the newest granted one", slot_ids(behind)
 
 
 @check("versions_gapless", "P11", "Versions are 0, 1, 2, … and version s has the outcome of step s before it (R8).")
@@ -447,4 +367,4 @@ def _seeds(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
         if sample_seed(seed, SlotKey(row.ordinal, row.sibling)) != row.seed
     ]  # fmt: skip
     if wrong:
-        yield "slots whose seed is not derived from their key", _slot_ids(wrong)
+        yield "slots whose seed is not derived from their key", slot_ids(wrong)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,7 +17,17 @@ import sqlalchemy as sa
 from rollbook.core.errors import Fenced, NotFound, NotReady, ServerFenced, Unavailable
 from rollbook.core.host import host
 from rollbook.core.ports import Clock
-from rollbook.core.records import PolicyVersion, Role, RoleTerm, RunRecord, RunRules, ScheduleKind, SlotKey
+from rollbook.core.records import (
+    ForkVerdict,
+    Lineage,
+    PolicyVersion,
+    Role,
+    RoleTerm,
+    RunRecord,
+    RunRules,
+    ScheduleKind,
+    SlotKey,
+)
 from rollbook.ledger import schema as t
 from rollbook.ledger.dialects import Database, Partitions
 from rollbook.ledger.writer import Txn, Writer
@@ -83,7 +93,8 @@ class LedgerBase:
     _draining: bool = False
     _watermark: int = 0
     """Every group below it is planned or has a terminal verdict; counts start here."""
-    _lineages: tuple[tuple[int, int | None, int | None], ...] = ()
+    _lineages: tuple[Lineage, ...] = ()
+    """Oldest first; every one but the first forks from the one before it."""
     _sequence: itertools.count[int] = itertools.count()
 
     @property
@@ -211,21 +222,29 @@ class LedgerBase:
         self._database.insert_rows(txn.conn, t.event, rows)
 
     def _newest_lineage(self) -> int:
-        return self._lineages[-1][0]
+        return self._lineages[-1].number
 
     def _ancestry(self, lineage: int) -> list[tuple[int, int | None]]:
         """(lineage, last step that counts; None = all) from ``lineage`` up to the root (R6)."""
-        parents = {number: (parent, fork) for number, parent, fork in self._lineages}
-        if lineage not in parents:
-            raise NotFound(f"the run has no lineage {lineage}; known: {', '.join(map(str, parents))}")
+        known = {line.number: line for line in self._lineages}
+        if lineage not in known:
+            raise NotFound(f"the run has no lineage {lineage}; known: {', '.join(map(str, known))}")
         out: list[tuple[int, int | None]] = [(lineage, None)]
         bound: int | None = None
-        parent, fork = parents[lineage]
-        while parent is not None and fork is not None:
-            bound = fork if bound is None else min(bound, fork)
-            out.append((parent, bound))
-            parent, fork = parents[parent]
+        line = known[lineage]
+        while line.parent is not None:
+            bound = line.fork_step if bound is None else min(bound, line.fork_step)
+            out.append((line.parent, bound))
+            line = known[line.parent]
         return out
+
+    def _fork_beyond(self, lineage: int) -> int | None:
+        """Step of the earliest fork beyond tolerance between ``lineage`` and the newest one; None when there is none."""
+        return earliest_fork(self._lineages, lineage, (ForkVerdict.KEPT, ForkVerdict.DROPPED))
+
+    def _fork_dropping(self, lineage: int) -> int | None:
+        """The same over forks that dropped what lies behind them: such versions of ``lineage`` are orphans."""
+        return earliest_fork(self._lineages, lineage, (ForkVerdict.DROPPED,))
 
     def _along(self, lineage_column: Any, step_column: Any, lineage: int) -> sa.ColumnElement[bool]:
         """Rows of ``lineage``'s ancestry, each ancestor only up to its fork."""
@@ -255,6 +274,24 @@ class LedgerBase:
 def policy_version_of(row: Any) -> PolicyVersion:
     """``policy_version`` row to record."""
     return PolicyVersion(row.lineage, row.version, row.digest, row.path, row.probe_json, row.n_bytes)
+
+
+def earliest_fork(lineages: Iterable[Lineage], lineage: int, verdicts: Collection[ForkVerdict]) -> int | None:
+    """Smallest fork step among the forks made after ``lineage`` with one of these verdicts."""
+    steps = [line.fork_step for line in lineages if line.number > lineage and line.verdict in verdicts]
+    return min(steps, default=None)
+
+
+def load_lineages(conn: sa.Connection, run_id: str) -> tuple[Lineage, ...]:
+    """Lineages of a run, oldest first."""
+    c = t.lineage.c
+    return tuple(
+        Lineage(
+            r.lineage, r.parent, r.fork_step or 0, ForkVerdict(r.verdict or ForkVerdict.WITHIN), r.difference,
+            r.tolerance or 0.0, r.orphans_kept or 0, r.orphans_dropped or 0,
+        )
+        for r in conn.execute(sa.select(t.lineage).where(c.run_id == run_id).order_by(c.lineage))
+    )  # fmt: skip
 
 
 def store_term(txn: Txn, run_id: str, term: RoleTerm, *, renewed: bool) -> None:

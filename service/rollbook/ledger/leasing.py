@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from rollbook.core.errors import InvalidRequest, StaleWeights
 from rollbook.core.records import HeartbeatReply, LeaseGrant, LeaseReply, PolicyVersion, SlotKey
-from rollbook.core.staleness import fixed_step_of, fixed_version, may_open_groups
+from rollbook.core.staleness import fixed_step_of, fixed_version, head_lag, may_open_groups
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import unavailable_when_closed
 from rollbook.ledger.failing import Failing
@@ -35,6 +35,9 @@ def _keys(name: str) -> sa.BindParameter[Any]:
 
 class Leasing(Failing):
     """Verbs of the workers before a sample exists."""
+
+    _newest_asked: dict[str, int]
+    """Number of each worker's newest lease call, as far as this server has seen it."""
 
     def register_worker(self, incarnation: str, host: str, engine: str, labels_json: str = "{}") -> None:
         """Make the incarnation known. Idempotent: by incarnation."""
@@ -118,7 +121,8 @@ class Leasing(Failing):
     ) -> LeaseReply:
         """Grant up to ``n_max`` slots under the loaded version, oldest group first, inside the staleness law.
 
-        Transaction: expiries, leases, receipt. Idempotent: by (incarnation, request_id) once something was granted.
+        Transaction: expiries, leases, receipt. Idempotent: by (incarnation, request_id) once something was granted; a call whose
+        id ends in a smaller number than one of a later call (``ID.N``) is granted nothing any more.
         Raises: StaleWeights, InvalidRequest (unknown incarnation).
         """
         if not 1 <= n_max <= LEASE_SLOTS_MAX:
@@ -132,8 +136,9 @@ class Leasing(Failing):
         return reply
 
     def _lease(self, txn: Txn, incarnation: str, loaded: PolicyVersion | None, n_max: int, request_id: str) -> LeaseReply:
-        self._touch_worker(txn, incarnation, loaded)
-        if request_id and (again := self._granted(txn.conn, incarnation, request_id)) is not None:
+        again = self._answered(txn.conn, incarnation, request_id) if request_id else None
+        self._touch_worker(txn, incarnation, loaded if again is None else None)
+        if again is not None:
             return again
         if self._draining or self._complete(txn.conn):
             return LeaseReply((), None, RETRY_AFTER_S, drain=True)
@@ -149,6 +154,8 @@ class Leasing(Failing):
                 return LeaseReply((), None, RETRY_AFTER_S)
         else:
             wanted = head
+            if head_lag(self._last_planned(txn.conn, self._newest_lineage()) + 1, head.version) > self.rules.max_lag_versions:
+                return LeaseReply((), None, RETRY_AFTER_S)  # a fork's plans are trained again first; now all would be too stale
         if loaded is None or (loaded.lineage, loaded.version, loaded.digest) != (wanted.lineage, wanted.version, wanted.digest):
             return LeaseReply((), wanted, 0.0)
         granted = self._choose(txn, free, frontier, wanted, n_max)
@@ -328,6 +335,24 @@ class Leasing(Failing):
             for k, token, attempt in entries
         )
 
+    def _answered(self, conn: sa.Connection, incarnation: str, request_id: str) -> LeaseReply | None:
+        """The answer of a call that came before: its grants, or nothing for one that a later call has overtaken.
+
+        A worker has one lease call at a time and numbers them upwards, so whoever asked a call behind the newest has its answer
+        or has given it up: what it were granted now nobody would hold, and an attempt would be lost with every TTL.
+        """
+        if (granted := self._granted(conn, incarnation, request_id)) is not None:
+            return granted
+        if (number := _number_of(request_id)) is None:
+            return None
+        if incarnation not in self._newest_asked:
+            c = t.lease_receipt.c
+            where = (c.run_id == self.run.run_id, c.incarnation == incarnation)
+            known = map(_number_of, conn.execute(sa.select(c.request_id).where(*where)).scalars())
+            self._newest_asked[incarnation] = max((n for n in known if n is not None), default=number)
+        self._newest_asked[incarnation] = max(number, self._newest_asked[incarnation])
+        return LeaseReply((), None, RETRY_AFTER_S) if number < self._newest_asked[incarnation] else None
+
     def _granted(self, conn: sa.Connection, incarnation: str, request_id: str) -> LeaseReply | None:
         c = t.lease_receipt.c
         where = (c.run_id == self.run.run_id, c.incarnation == incarnation, c.request_id == request_id)
@@ -339,6 +364,12 @@ class Leasing(Failing):
         if version is None:
             return None
         return LeaseReply(self._grants(conn, [(SlotKey(r[0], r[1]), r[2], r[3]) for r in rows], version), None, 0.0)
+
+
+def _number_of(request_id: str) -> int | None:
+    """Number of a lease call, the digits behind the last dot of its request id; None where there are none."""
+    digits = request_id.rpartition(".")[2]
+    return int(digits) if "." in request_id and digits.isascii() and digits.isdigit() else None
 
 
 def _after(frontier: SlotKey) -> dict[str, int]:

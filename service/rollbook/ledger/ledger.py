@@ -1,7 +1,7 @@
 """``Ledger``: the ``LedgerPort`` in SQL. One method = one verb = one transaction.
 
 Owns construction and closing; the verbs stand in one file per noun (roles, feeding, failing, leasing, submitting, planning,
-publishing, tools, status), each a class on top of the one before. Never speaks gRPC. Upholds P1-P8 through them.
+publishing, forking, tools, status), each a class on top of the one before. Never speaks gRPC. Upholds P1-P8 through them.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Ledger(Roles, Status):
         self._payload_bytes_max = payload_bytes_max
         self._attach_lock = threading.Lock()
         self._bell = Bell()
+        self._newest_asked = {}
+        self._closed = False
         self._database = Database(url, self._clock, role_ttl_s=role_ttl_s)
         try:
             prepare(self._database)
@@ -67,16 +69,16 @@ class Ledger(Roles, Status):
     def audit(self) -> list[Violation]:
         """Run every invariant in one snapshot; an empty list means clean."""
         with self._read() as conn:
-            numbers = tuple(number for number, _, _ in self._lineages)
-            return run_audit(Subject(conn, self.run, numbers, self._along))
+            return run_audit(Subject(conn, self.run, self._lineages, self._along))
 
     def close(self, *, release: bool = True) -> None:
         """Finish what is queued and let the storage go.
 
         With ``release`` the server's own term ends, so that a successor need not wait for it.
         """
-        if self._bell.closed:
+        if self._closed:
             return
+        self._closed = True
         term = self._term
         if release and term is not None and self._fenced is None:
             try:

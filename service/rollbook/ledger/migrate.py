@@ -57,6 +57,9 @@ def _upgrade(database: Database) -> None:
             conn.exec_driver_sql(f"SELECT pg_advisory_lock({MIGRATION_LOCK})")
             conn.commit()
         try:
+            # One transaction for all revisions: left to itself, alembic commits each where it takes DDL for not transactional,
+            # and a fresh database killed in between would be taken for an old one.
+            conn.begin()
             config.attributes["connection"] = conn
             command.upgrade(config, "head")
             failpoint("ledger.migrate.before_commit")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -31,10 +31,10 @@ from rollbook.core.records import (
     Trajectory,
     VerdictKind,
 )
-from rollbook.core.staleness import base_version, fixed_ordinals, head_lag
+from rollbook.core.staleness import base_version, fixed_ordinals, head_lag, oldest_effective
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import pairs, unavailable_when_closed
-from rollbook.ledger.submitting import Submitting, unpack_versions
+from rollbook.ledger.submitting import Submitting, orphan_reason, unpack_versions
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
@@ -53,8 +53,11 @@ class _Group:
     verdicts: int
     samples: int
     version_min: int
+    """Oldest version of its samples, as ``staleness.effective_version`` counts it; so is the next one."""
     leased_version_min: int | None
     newest_us: int
+    orphan: str = ""
+    """Why the group cannot be trained after a fork; empty when it can."""
 
     @property
     def complete(self) -> bool:
@@ -95,7 +98,7 @@ class Planning(Submitting):
         if self.rules.steps > 0 and step > self.rules.steps:
             raise InvalidRequest(f"step {step} is beyond run.steps = {self.rules.steps}")
         self._expire(txn)
-        chosen = self._choose_fixed(txn.conn, step) if self._is_fixed else self._choose_bounded(txn, step)
+        chosen = self._choose_fixed(txn, step) if self._is_fixed else self._choose_bounded(txn, step)
         if not isinstance(chosen, list):
             return chosen
         return self._write_plan(txn, term, lineage, step, chosen)
@@ -164,7 +167,9 @@ class Planning(Submitting):
         waiting: list[_Group] = []
         n_complete = 0
         for group in self._live_groups(txn.conn):
-            if group.samples and head_lag(step, group.version_min) > rules.max_lag_versions:
+            if group.orphan:
+                self._drop_orphan(txn, group.ordinal, group.orphan)
+            elif group.samples and head_lag(step, group.version_min) > rules.max_lag_versions:
                 self._drop_stale(txn, group, step)
             elif group.complete:
                 n_complete += 1
@@ -195,7 +200,7 @@ class Planning(Submitting):
         return RunPaused(
             f"step {step} needs {needed} groups, but every task has been issued and only {left} groups are left (others "
             "failed or were quarantined). Raise task.epochs or lower run.steps, and start the run again with "
-            "--accept-config-change"
+            "--accept task.epochs or --accept run.steps"
         )
 
     def _stragglers(self, waiting: Iterable[_Group], step: int) -> list[_Group]:
@@ -213,6 +218,11 @@ class Planning(Submitting):
         lag = head_lag(step, group.version_min)
         reason = f"version {group.version_min} lags {lag} at step {step}, bound {self.rules.max_lag_versions}"
         self._close_group(txn, row, VerdictKind.DROPPED_STALE, reason, refill=True)
+
+    def _drop_orphan(self, txn: Txn, ordinal: int, reason: str) -> None:
+        """Close a group with samples of a version that a fork left behind; the fixed schedule has no place for a refill."""
+        row, _, _ = self._group_counts(txn.conn, ordinal)
+        self._close_group(txn, row, VerdictKind.ORPHAN_VERSION, reason, refill=not self._is_fixed)
 
     def _live_groups(self, conn: sa.Connection) -> Iterator[_Group]:
         """Opened groups that are neither planned nor terminal, oldest first."""
@@ -234,40 +244,50 @@ class Planning(Submitting):
             conn.execute(sa.select(i.ordinal).where(*between(i), self._along(i.lineage, i.step, lineage)).distinct()).scalars()
         )
         verdicts = pairs(conn.execute(sa.select(v.ordinal, sa.func.count()).where(*between(v)).group_by(v.ordinal)))
-        sampled = {
-            r.ordinal: r
-            for r in conn.execute(
-                sa.select(
-                    s.ordinal, sa.func.count().label("n"), sa.func.min(s.version_min).label("low"),
-                    sa.func.max(s.accepted_at_us).label("newest"),
-                ).where(*between(s), ~_judged(s)).group_by(s.ordinal)
-            )
-        }  # fmt: skip
-        leased = pairs(
-            conn.execute(
-                sa.select(lease.ordinal, sa.func.min(lease.version)).where(*between(lease), lease.incarnation.is_not(None))
-                .group_by(lease.ordinal)
-            )
-        )  # fmt: skip
-        out = []
-        for row in conn.execute(sa.select(g.ordinal, g.n_siblings).where(*between(g)).order_by(g.ordinal)):
-            judged = verdicts.get(row.ordinal, 0)
-            if row.ordinal in planned or judged == row.n_siblings:
-                continue
-            have = sampled.get(row.ordinal)
-            out.append(
-                _Group(row.ordinal, row.n_siblings, judged, have.n if have else 0, have.low if have else 0,
-                       leased.get(row.ordinal), have.newest if have else 0)
-            )  # fmt: skip
-        return out
+        groups = {
+            row.ordinal: _Group(row.ordinal, row.n_siblings, judged, 0, 0, None, 0)
+            for row in conn.execute(sa.select(g.ordinal, g.n_siblings).where(*between(g)).order_by(g.ordinal))
+            if row.ordinal not in planned and (judged := verdicts.get(row.ordinal, 0)) < row.n_siblings
+        }
+        for r in conn.execute(
+            sa.select(
+                s.ordinal, s.lineage, sa.func.count().label("n"), sa.func.min(s.version_min).label("low"),
+                sa.func.max(s.version_max).label("high"), sa.func.max(s.accepted_at_us).label("newest"),
+            ).where(*between(s), ~_judged(s)).group_by(s.ordinal, s.lineage)
+        ):  # fmt: skip
+            if r.ordinal in groups:
+                self._add_samples(groups[r.ordinal], r)
+        for r in conn.execute(
+            sa.select(
+                lease.ordinal, lease.lineage, sa.func.min(lease.version).label("low"), sa.func.max(lease.version).label("high")
+            ).where(*between(lease), lease.incarnation.is_not(None)).group_by(lease.ordinal, lease.lineage)
+        ):  # fmt: skip
+            if (group := groups.get(r.ordinal)) is not None:
+                low = oldest_effective(r.low, r.high, self._fork_beyond(r.lineage))
+                group.leased_version_min = low if group.leased_version_min is None else min(low, group.leased_version_min)
+        return list(groups.values())
 
-    def _choose_fixed(self, conn: sa.Connection, step: int) -> list[int] | RunPaused | str:
-        """The step's ordinals without quarantined groups; RunPaused when one of its slots is out of attempts."""
-        ordinals = fixed_ordinals(step, self.rules.groups_per_step)
+    def _add_samples(self, group: _Group, row: Any) -> None:
+        """Count a group's samples of one lineage."""
+        low = oldest_effective(row.low, row.high, self._fork_beyond(row.lineage))
+        group.version_min = min(low, group.version_min) if group.samples else low
+        group.samples += row.n
+        group.newest_us = max(group.newest_us, row.newest)
+        fork = self._fork_dropping(row.lineage)
+        if fork is not None and row.high > fork:
+            group.orphan = orphan_reason(row.lineage, row.high, fork)
+
+    def _choose_fixed(self, txn: Txn, step: int) -> list[int] | RunPaused | str:
+        """The step's ordinals without quarantined and orphaned groups; RunPaused when one of its slots is out of attempts."""
+        conn, ordinals = txn.conn, fixed_ordinals(step, self.rules.groups_per_step)
         issued = self._next_ordinal(conn, self.run.run_id)
         if issued < ordinals.stop:
             return f"group {issued} of the step is not issued yet"
         groups = self._groups_between(conn, ordinals.start, ordinals.stop)
+        for group in groups:
+            if group.orphan:
+                self._drop_orphan(txn, group.ordinal, group.orphan)
+        groups = [g for g in groups if not g.orphan]
         open_groups = [g for g in groups if not g.complete]
         if open_groups:
             if (paused := self._paused(conn, ordinals)) is not None:
@@ -315,10 +335,14 @@ class Planning(Submitting):
         end = conn.execute(
             sa.select(o.outcome, o.reason).where(o.run_id == run_id, o.lineage == row.lineage, o.step == step)
         ).first()
-        return Plan(
-            row.lineage, step, row.base_version, row.revision, items, row.items_digest, row.chain_digest,
-            PlanOutcome(end.outcome) if end else None, end.reason if end else "",
-        )  # fmt: skip
+        stored = Plan(row.lineage, step, row.base_version, row.revision, items, row.items_digest, row.chain_digest)
+        if end is not None:
+            return replace(stored, outcome=PlanOutcome(end.outcome), reason=end.reason)
+        before = conn.execute(
+            sa.select(o.outcome, o.reason).where(o.run_id == run_id, o.lineage < row.lineage, o.step == step)
+            .order_by(o.lineage.desc()).limit(1)
+        ).first()  # fmt: skip
+        return stored if before is None else replace(stored, obeys=PlanOutcome(before.outcome), reason=before.reason)
 
     def read_plan(self, lineage: int, step: int) -> Plan:
         """A stored plan with its outcome, along the ancestry. Raises NotFound."""

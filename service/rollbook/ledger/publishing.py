@@ -131,7 +131,7 @@ class Publishing(Planning):
     def commit_checkpoint(self, term: RoleTerm, checkpoint: Checkpoint) -> Checkpoint:
         """Insert the row that makes a checkpoint real. Idempotent: by (lineage, step); the same manifest digest is success.
 
-        A row marked ``corrupt`` or ``deleting`` is replaced: its step was replayed and saved again.
+        A row marked ``corrupt`` or ``deleting`` is replaced by another directory: its step was replayed and saved again.
         Raises: ChainMismatch, Conflict (a committed one with another manifest stands), InvalidRequest, Fenced.
         """
         if checkpoint.state is not CheckpointState.COMMITTED:
@@ -143,6 +143,8 @@ class Publishing(Planning):
             c = t.checkpoint.c
             here = (c.run_id == self.run.run_id, c.lineage == checkpoint.lineage, c.step == checkpoint.step)
             row = txn.conn.execute(sa.select(t.checkpoint).where(*here)).first()
+            if row is not None and (row.dir_name, row.manifest_digest) == (checkpoint.dir_name, checkpoint.manifest_digest):
+                return _checkpoint_of(row)  # also when it was marked since: a late repetition must not bring it back
             if row is not None and row.state == CheckpointState.COMMITTED.value:
                 if row.manifest_digest == checkpoint.manifest_digest:
                     return _checkpoint_of(row)

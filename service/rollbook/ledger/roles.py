@@ -11,14 +11,15 @@ import dataclasses
 import itertools
 import json
 import threading
+from collections.abc import Collection
 
 import sqlalchemy as sa
 
-from rollbook.core.config import differences
+from rollbook.core.changes import DATASET, NEVER, ONCE_ISSUED, ONCE_PUBLISHED, changed_fields, refusal
 from rollbook.core.errors import ConfigMismatch, Fenced, InvalidRequest, NotFound, RoleHeld, WrongRun
 from rollbook.core.records import ROOT_LINEAGE, Role, RoleTerm, RunRecord, RunRules, ScheduleKind
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import store_term
+from rollbook.ledger.base import load_lineages, store_term
 from rollbook.ledger.failing import Failing
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -26,13 +27,11 @@ from rollbook.observe.failpoints import failpoint
 FENCED_ROLES = (Role.LEARNER, Role.FEEDER)
 ROLE_TTL_S_MAX = 86_400.0
 """Longest term of a role: a dead holder nobody names keeps it that long."""
-SETTLED_RULES = ("group_size", "groups_per_step", "schedule", "fixed_lag_versions", "config_seed")
-"""Rules that existing groups and seeds depend on; no revision may change them."""
-ISSUED_FROM = ("inputs.task.path: ", "inputs.model/tokenizer")
-"""Beginnings of the differences that no revision may contain once a group is issued: the order of tasks and the prompts'
-token ids come from these files."""
-PUBLISHED_FROM = ("inputs.model/",)
-"""The same once version 0 is published: every later version, and a replay, starts from these files."""
+SETTLED_RULES = {
+    "group_size": "learner.group_size", "groups_per_step": "learner.groups_per_step", "schedule": "schedule.kind",
+    "fixed_lag_versions": "schedule.lag_versions", "config_seed": "run.seed",
+}  # fmt: skip
+"""Rules that existing groups and seeds depend on, and their names in the configuration; no revision may change them."""
 
 
 def rules_to_json(rules: RunRules) -> str:
@@ -52,8 +51,8 @@ class Roles(Failing):
     _supersede: str
     _attach_lock: threading.Lock
 
-    def open_run(self, run: RunRecord, *, accept_revision: bool = False) -> RunRecord:
-        """Create the run, or attach to it; the same configuration digest is success.
+    def open_run(self, run: RunRecord, *, accept: Collection[str] = ()) -> RunRecord:
+        """Create the run, or attach to it; an equal record is success, one whose every change is accepted a revision.
 
         Transaction: run, revision, root lineage, the server's own term. Idempotent: by run id and digest.
         Raises: ConfigMismatch, RoleHeld (another server serves the run), WrongRun.
@@ -66,9 +65,9 @@ class Roles(Failing):
                 failpoint("ledger.open.after_create")
                 self._attach(run.run_id)
             stored = self.run
-            if stored.config_digest == run.config_digest:
+            if not changed_fields(stored.config_json, run.config_json):
                 return stored
-            self._run = self._write(lambda txn: self._revise(txn, stored, run, accept_revision))
+            self._run = self._write(lambda txn: self._revise(txn, stored, run, accept))
             failpoint("ledger.open.after_revision")
             return self._run
 
@@ -131,11 +130,10 @@ class Roles(Failing):
         record, term = self._write(attach)
         failpoint("ledger.open.after_fence")
         with self._database.reading() as conn:
-            c = t.lineage.c
-            rows = conn.execute(sa.select(c.lineage, c.parent, c.fork_step).where(c.run_id == run_id).order_by(c.lineage)).all()
+            lineages = load_lineages(conn, run_id)
             last = conn.execute(sa.select(sa.func.max(t.event.c.seq)).where(t.event.c.run_id == run_id)).scalar()
             # The run comes last: it opens the verbs, which need everything else.
-            self._lineages = tuple((r.lineage, r.parent, r.fork_step) for r in rows)
+            self._lineages = lineages
             self._sequence = itertools.count((last if last is not None else -1) + 1)
             self._term_ends_s = asked + term.ttl_s
             self._run = record
@@ -143,19 +141,10 @@ class Roles(Failing):
             self._watermark = self._find_watermark(conn, 0)
         self._write(lambda txn: self._event(txn, "server_attached", epoch=term.epoch, holder=term.holder))
 
-    def _revise(self, txn: Txn, stored: RunRecord, offered: RunRecord, accept: bool) -> RunRecord:
-        changed = differences(stored.config_json, offered.config_json) or ["(digest only)"]
-        listing = "; ".join(changed[:12])
-        if not accept:
-            raise ConfigMismatch(
-                f"run {stored.run_id!r} was opened with another configuration ({listing}); restore it, or accept the change "
-                "as a revision that holds from the first unplanned step (--accept-config-change)"
-            )
-        if settled := self._settled(txn.conn, stored, offered, changed):
-            raise ConfigMismatch(
-                f"run {stored.run_id!r}: {', '.join(settled)} cannot change within a run, what is recorded already depends on "
-                f"it ({listing}); restore it, or start a new run under another run.id and run.dir"
-            )
+    def _revise(self, txn: Txn, stored: RunRecord, offered: RunRecord, accept: Collection[str]) -> RunRecord:
+        changed = changed_fields(stored.config_json, offered.config_json)
+        if why := refusal(stored.run_id, changed, self._settled(txn.conn, stored, offered, changed), accept):
+            raise ConfigMismatch(why)
         revision = stored.revision + 1
         step = self._last_planned(txn.conn, self._newest_lineage()) + 1
         txn.conn.execute(
@@ -170,18 +159,21 @@ class Roles(Failing):
                 accepted_at_us=txn.now_us,
             )  # fmt: skip
         )
-        # Whether the tasks are used up is for the feeder of the new configuration to say.
-        txn.conn.execute(sa.update(t.cursor).where(t.cursor.c.run_id == stored.run_id).values(exhausted=False))
+        # Whether the tasks are used up is for the feeder of the new configuration to say; other tasks begin at their first.
+        begun_again = {"state_json": "{}"} if DATASET in changed else {}
+        moved = sa.update(t.cursor).where(t.cursor.c.run_id == stored.run_id).values(exhausted=False, **begun_again)
+        txn.conn.execute(moved)
         self._event(txn, "config_revised", revision=revision, from_step=step, changed=changed)
         txn.rings |= {"lease", "plan", "head"}
         return dataclasses.replace(offered, revision=revision, manifest_json=stored.manifest_json)
 
-    def _settled(self, conn: sa.Connection, stored: RunRecord, offered: RunRecord, changed: list[str]) -> list[str]:
-        """Names of what differs and may not; files may as long as nothing has been made from them."""
+    def _settled(self, conn: sa.Connection, stored: RunRecord, offered: RunRecord, changed: Collection[str]) -> list[str]:
+        """Names of what differs and may not; what nothing has been made from yet may."""
         issued, published = self._next_ordinal(conn, stored.run_id) > 0, self._head(conn) is not None
-        names = [n for n in SETTLED_RULES if getattr(stored.rules, n) != getattr(offered.rules, n)]
-        beginnings = (ISSUED_FROM if issued else ()) + (PUBLISHED_FROM if published else ())
-        return names + [c.partition(": ")[0] for c in changed if c.startswith(beginnings)]
+        open_yet = (() if issued else ONCE_ISSUED) + (() if published else ONCE_PUBLISHED)
+        names = [name for name in changed if name in NEVER and name not in open_yet]
+        rules = [(rule, name) for rule, name in SETTLED_RULES.items() if name not in changed]
+        return names + [f"rules.{rule}" for rule, _ in rules if getattr(stored.rules, rule) != getattr(offered.rules, rule)]
 
     def acquire_role(self, role: Role, holder: str, ttl_s: float, supersede: str = "") -> RoleTerm:
         """Take the role with a larger epoch; the current holder gets its own term again.

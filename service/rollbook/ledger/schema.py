@@ -29,7 +29,16 @@ from sqlalchemy import (
     text,
 )
 
-from rollbook.core.records import CheckpointState, FinishReason, PlanOutcome, RewardStatus, Role, SandboxStatus, VerdictKind
+from rollbook.core.records import (
+    CheckpointState,
+    FinishReason,
+    ForkVerdict,
+    PlanOutcome,
+    RewardStatus,
+    Role,
+    SandboxStatus,
+    VerdictKind,
+)
 
 metadata = MetaData(
     naming_convention={
@@ -96,8 +105,16 @@ lineage = _table(
     Column("parent", Integer),
     Column("fork_step", Integer),
     _int("created_at_us"),
+    Column("verdict", String(20)),
+    Column("difference", Double),
+    Column("tolerance", Double),
+    _int("orphans_kept", nullable=True),
+    _int("orphans_dropped", nullable=True),
+    _int("epoch", nullable=True),
     CheckConstraint("(parent IS NULL) = (fork_step IS NULL)", name="fork_has_parent"),
     CheckConstraint("parent IS NULL OR parent < lineage", name="parent_is_older"),
+    CheckConstraint("(parent IS NULL) = (verdict IS NULL)", name="fork_has_verdict"),
+    CheckConstraint(_among("verdict", ForkVerdict), name="verdict"),
     ForeignKeyConstraint(["run_id"], ["run.run_id"], name="fk_lineage_run"),
     key=("lineage",),
 )

@@ -5,6 +5,7 @@ Owns ``run_status``, ``step_metrics``, ``explain``. Never writes. Every number i
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -45,6 +46,7 @@ class Status(Tools):
                 "head": {"version": head.version, "digest": head.digest} if head else None,
                 "slots": self._slot_counts(conn, lineage, steps["checkpoint"]),
                 "groups": self._group_totals(conn, lineage),
+                "forks": [dataclasses.asdict(line) for line in self._lineages if line.parent is not None],
                 "verdicts": self._counts(conn, t.verdict, t.verdict.c.kind),
                 "failures": self._failures(conn),
                 "submits": self._submits(conn),
@@ -298,7 +300,7 @@ class Status(Tools):
             return
         story |= {
             "state": "submitted", "worker": s.incarnation, "attempt": s.attempt, "lease_token": s.lease_token,
-            "n_tokens": s.n_tokens, "versions": f"{s.version_min}..{s.version_max}", "reward": s.reward,
+            "lineage": s.lineage, "n_tokens": s.n_tokens, "versions": f"{s.version_min}..{s.version_max}", "reward": s.reward,
             "reward_status": s.reward_status, "sandbox_status": s.sandbox_status, "finish_reason": s.finish_reason,
             "generate_s": s.generate_s, "verify_s": s.verify_s, "payload_digest": s.payload_digest,
         }  # fmt: skip
@@ -314,6 +316,7 @@ class Status(Tools):
     def _tell_training(self, conn: sa.Connection, key: SlotKey, story: dict[str, Any], history: list[Any]) -> None:
         run_id, i, p, o, c = self.run.run_id, t.plan_item.c, t.plan.c, t.plan_outcome.c, t.checkpoint.c
         lineage = self._newest_lineage()
+        self._tell_closed_lineages(conn, key, history)
         item = conn.execute(
             sa.select(t.plan_item).where(
                 i.run_id == run_id, i.ordinal == key.ordinal, i.sibling == key.sibling, self._along(i.lineage, i.step, lineage)
@@ -339,3 +342,27 @@ class Status(Tools):
         if covering is not None:
             story |= {"state": "applied", "checkpoint": covering.dir_name}
             history.append((covering.committed_at_us, {"what": "checkpoint", "step": covering.step, "dir": covering.dir_name}))
+
+    def _tell_closed_lineages(self, conn: sa.Connection, key: SlotKey, history: list[Any]) -> None:
+        """Plans of the slot that a fork has left behind; the new lineage repeats them (R7)."""
+        run_id, i, p, o = self.run.run_id, t.plan_item.c, t.plan.c, t.plan_outcome.c
+        if len(self._lineages) == 1:
+            return
+        rows = conn.execute(
+            sa.select(i.lineage, i.step, i.pos, p.planned_at_us, o.outcome, o.reason, o.finished_at_us)
+            .join(t.plan, sa.and_(p.run_id == i.run_id, p.lineage == i.lineage, p.step == i.step))
+            .outerjoin(t.plan_outcome, sa.and_(o.run_id == i.run_id, o.lineage == i.lineage, o.step == i.step))
+            .where(
+                i.run_id == run_id, i.ordinal == key.ordinal, i.sibling == key.sibling,
+                ~self._along(i.lineage, i.step, self._newest_lineage()),
+            )
+        ).all()  # fmt: skip
+        for r in rows:
+            here = {"lineage": r.lineage, "step": r.step}
+            history.append((r.planned_at_us, {"what": "planned", **here, "position": r.pos}))
+            if r.outcome is not None:
+                history.append((r.finished_at_us, {"what": r.outcome, **here, "reason": r.reason}))
+        if rows:
+            c, first = t.lineage.c, min(r.lineage for r in rows)
+            for fork in conn.execute(sa.select(t.lineage).where(c.run_id == run_id, c.lineage > first)):
+                history.append((fork.created_at_us, {"what": "lineage_forked", "lineage": fork.lineage, "step": fork.fork_step}))

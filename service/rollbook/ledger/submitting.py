@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from rollbook.core.errors import InvalidRequest
 from rollbook.core.idempotency import payload_digest
 from rollbook.core.records import RewardStatus, Submission, SubmitOutcome, SubmitResult, Trajectory
-from rollbook.core.staleness import fixed_step_of, fixed_version, head_lag
+from rollbook.core.staleness import fixed_step_of, fixed_version, head_lag, oldest_effective
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import storable
 from rollbook.ledger.leasing import Leasing
@@ -53,7 +53,8 @@ class _View:
     samples: dict[tuple[int, int], Any]
     verdicts: dict[tuple[int, int], Any]
     known: set[tuple[int, int]]
-    head: int
+    heads: dict[int, int]
+    """Newest version by lineage; -1 where none is published."""
     next_step: int
 
 
@@ -201,9 +202,10 @@ class Submitting(Leasing):
         keys = list({(c.item.key.ordinal, c.item.key.sibling) for c in items})
         leases = self._by_slot(conn, t.lease, _LEASE, keys)
         rest = [key for key in keys if key not in leases]
-        view = _View(leases, {}, {}, set(leases), -1, self._last_planned(conn, lineage) + 1)
-        head = self._head(conn)
-        view.head = head.version if head else -1
+        named = {c.item.lineage for c in items} & {line.number for line in self._lineages}
+        newest = {number: self._version(conn, number, None) for number in named}
+        heads = {number: version.version if version else -1 for number, version in newest.items()}
+        view = _View(leases, {}, {}, set(leases), heads, self._last_planned(conn, lineage) + 1)
         if rest:
             view.samples = self._by_slot(conn, t.sample, _SAMPLE, rest)
             view.verdicts = self._by_slot(conn, t.verdict, _VERDICT, rest)
@@ -243,10 +245,14 @@ class Submitting(Leasing):
 
     def _refuse_versions(self, view: _View, c: _Checked) -> tuple[SubmitOutcome, str] | None:
         item, rules = c.item, self.rules
-        if item.lineage not in {number for number, _, _ in self._lineages}:
+        head = view.heads.get(item.lineage)
+        if head is None:
             return SubmitOutcome.INVALID, f"the run has no lineage {item.lineage}"
-        if c.version_min < 0 or c.version_max > view.head:
-            return SubmitOutcome.INVALID, f"versions {c.version_min}..{c.version_max}: only 0..{view.head} are published"
+        if c.version_min < 0 or c.version_max > head:
+            return SubmitOutcome.INVALID, f"versions {c.version_min}..{c.version_max}: only 0..{head} are published"
+        fork = self._fork_dropping(item.lineage)
+        if fork is not None and c.version_max > fork:
+            return SubmitOutcome.REFUSED, orphan_reason(item.lineage, c.version_max, fork)
         if self._is_fixed:
             step = fixed_step_of(item.key.ordinal, rules.groups_per_step)
             due = fixed_version(step, rules.fixed_lag_versions)
@@ -256,7 +262,8 @@ class Submitting(Leasing):
                     f"slot {item.key} of step {step} is sampled under version {due}, got {c.version_min}..{c.version_max}",
                 )
             return None
-        lag = head_lag(view.next_step, c.version_min)
+        oldest = oldest_effective(c.version_min, c.version_max, self._fork_beyond(item.lineage))
+        lag = head_lag(view.next_step, oldest)
         if lag > rules.max_lag_versions:
             return (
                 SubmitOutcome.REFUSED,
@@ -300,6 +307,11 @@ class _Receipt:
     incarnation: str
     sequence: int
     payload_digest: str
+
+
+def orphan_reason(lineage: int, version: int, fork_step: int) -> str:
+    """Why a sample of a version that a fork left behind is not used (R7)."""
+    return f"orphan_version: version {version} of lineage {lineage} lies behind the fork at step {fork_step}"
 
 
 def _holds(lease: Any, item: Submission) -> bool:

@@ -13,12 +13,12 @@ import sqlalchemy as sa
 from rollbook.core.errors import Conflict, Fenced, InvalidRequest, UnknownSlot
 from rollbook.core.records import SlotKey, ToolCall, Trajectory
 from rollbook.ledger import schema as t
-from rollbook.ledger.publishing import Publishing
+from rollbook.ledger.forking import Forking
 from rollbook.ledger.submitting import pack_versions, unpack_versions
 from rollbook.ledger.writer import Txn
 
 
-class Tools(Publishing):
+class Tools(Forking):
     """Verbs of multi-turn workers."""
 
     def record_tool_call(self, call: ToolCall, lease_token: int) -> ToolCall:

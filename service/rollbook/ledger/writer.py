@@ -8,6 +8,7 @@ server's fence row inside each transaction (R12). Sources: sqlite.org/lang_savep
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from rollbook.core.errors import DeadlineExceeded, RollbookError, ServerFenced, Unavailable
+from rollbook.core.errors import DeadlineExceeded, RollbookError, ServerFenced, StorageFull, Unavailable
 from rollbook.core.host import host
 from rollbook.ledger.dialects import Database, translate
 from rollbook.observe.failpoints import FailpointRaised, failpoint
@@ -201,7 +202,7 @@ class Writer:
         try:
             results = batch[0].call(txn, [o.argument for o in batch])
         except Exception as error:  # thread boundary: handed to the caller that asked
-            if isinstance(error, SQLAlchemyError) and (core := translate(error)) is not None:
+            if (core := _of_the_storage(error)) is not None:
                 raise _GroupFailed(core) from error
             if not self._database.in_transaction(conn):
                 raise _GroupFailed(Unavailable(f"the storage gave the transaction up: {error}")) from error
@@ -224,12 +225,8 @@ class Writer:
             core: BaseException = error.error
         elif isinstance(error, RollbookError):
             core = error
-        elif isinstance(error, SQLAlchemyError) and (translated := translate(error)) is not None:
-            core = translated
-        elif isinstance(error, FailpointRaised):
-            core = Unavailable(f"failpoint {error}")
         else:
-            core = error
+            core = _of_the_storage(error) or error
         log.warning("a group of %d operations was not acknowledged: %s", len(group), core, extra={"event": "commit_failed"})
         self._drop_connection()
         if isinstance(core, ServerFenced):
@@ -256,6 +253,16 @@ class Writer:
             log.debug("closing the writing connection: %s", error)
             with suppress(Exception):
                 conn.invalidate()
+
+
+def _of_the_storage(error: Exception) -> RollbookError | None:
+    """The core error for what concerns the storage, and with it the whole group; None for one operation's own."""
+    if isinstance(error, FailpointRaised):
+        return Unavailable(f"failpoint {error}")
+    if isinstance(error, OSError):
+        kind = StorageFull if error.errno == errno.ENOSPC else Unavailable
+        return kind(f"the ledger's storage refused ({error}); nothing was acknowledged, repeat with the same key")
+    return translate(error) if isinstance(error, SQLAlchemyError) else None
 
 
 def _merge(group: list[_Operation]) -> list[list[_Operation]]:

@@ -31,24 +31,26 @@ NEWEST_TRIES = 5
 """How often the newest version is looked up again because its bytes were deleted meanwhile."""
 
 
-def published(ledger: LedgerPort, version: int) -> PolicyVersion:
-    """The published version of the current lineage; -1 is the newest. Raises NotFound listing what exists."""
-    versions = ledger.versions(ledger.resume_point().lineage)
+def published(ledger: LedgerPort, version: int, lineage: int | None = None) -> PolicyVersion:
+    """The published version of a lineage (None: the current one); -1 is the newest. Raises NotFound listing what exists."""
+    versions = ledger.versions(ledger.resume_point().lineage if lineage is None else lineage)
     for candidate in reversed(versions):
         if version in (-1, candidate.version):
             return candidate
     raise NotFound(f"version {version} is not published; the run has versions 0 to {len(versions) - 1}")
 
 
-def load_published(config: Config, ledger: LedgerPort, engine: Engine, version: int) -> PolicyVersion:
-    """Load a published version (-1: the newest) into an engine and prove it; returns what was loaded.
+def load_published(
+    config: Config, ledger: LedgerPort, engine: Engine, version: int, lineage: int | None = None
+) -> PolicyVersion:
+    """Load a published version (-1: the newest) of a lineage into an engine and prove it; returns what was loaded.
 
     A run that goes on deletes old versions meanwhile, so the newest one is looked up again when its bytes are gone.
     Raises: NotFound (not published, or its bytes were deleted; the message names the versions that are there).
     """
     tolerance = max(w.probe_tolerance for w in config.workers)
     for _ in range(NEWEST_TRIES if version == -1 else 1):
-        chosen = published(ledger, version)
+        chosen = published(ledger, version, lineage)
         try:
             load_verified(engine, chosen, config.run.dir, tolerance)
             return chosen

@@ -19,6 +19,7 @@ from rich.text import Text
 from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
 from rollbook.core.records import ResumePoint
+from rollbook.learner.interval import interval_sentence
 from rollbook.rpc.client import LedgerClient
 
 POLL_S = 0.5
@@ -67,6 +68,7 @@ def status_lines(state: dict, config: Config) -> list[str]:
         "verdicts  " + (_counts(state["verdicts"]) or "none"),
         "failures  " + (_counts(state["failures"]) or "none"),
     ]
+    lines += [_fork_line(fork) for fork in state.get("forks", [])]
     if state.get("paused"):
         lines.append(f"PAUSED  {state['paused']}")
     if state["draining"]:
@@ -82,7 +84,17 @@ def status_lines(state: dict, config: Config) -> list[str]:
         lines.append(f"role {role['role']:<8} epoch {role['epoch']}  {held}")
     if last := state.get("last_step"):
         lines.append(step_line(last, total))
+        if said := interval_sentence(last):
+            lines.append(f"checkpoints  {said}")
     return lines
+
+
+def _fork_line(fork: dict) -> str:
+    difference = "unknown" if fork["difference"] is None else f"{fork['difference']:.3g}"
+    return (
+        f"lineage {fork['number']}  forked from {fork['parent']} at step {fork['fork_step']}: replayed weights differed by "
+        f"{difference}, tolerance {fork['tolerance']:g}; orphans kept {fork['orphans_kept']}, dropped {fork['orphans_dropped']}"
+    )
 
 
 def _counts(table: dict) -> str:

@@ -29,11 +29,12 @@ def regenerate_sample(config: Config, ledger: LedgerPort, key: SlotKey, engine_n
     versions = sorted(set(unpack_i32(stored.trajectory.versions)))
     if len(versions) != 1:
         raise NotFound(f"sample {key} spans versions {versions}; only single-version samples can be generated again")
-    made_by = engines_that_made(config, ledger.explain(key))
+    story = ledger.explain(key)
+    made_by = engines_that_made(config, story)
     worker = _worker(config, engine_name)
     engine = make_engine(config, worker)
     try:
-        load_published(config, ledger, engine, versions[0])
+        load_published(config, ledger, engine, versions[0], story["lineage"])
         request = GenerationRequest(key, tuple(unpack_i32(stored.prompt_ids)), sample_seed(config.run.seed, key))
         s = config.sampling
         again = engine.generate([request], SamplingSettings(s.temperature, s.max_new_tokens, s.ignore_eos))[0].trajectory

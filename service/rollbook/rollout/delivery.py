@@ -74,7 +74,7 @@ class Delivery:
         left = self._spool.load()
         if left:
             log.info("sending the spool", extra={"event": "spool_sent", "samples": len(left)})
-            self._send(left)
+            self._send(left, keep_invalid=True)
         return len(left)
 
     def deliver(self, submissions: Sequence[Submission]) -> None:
@@ -105,12 +105,16 @@ class Delivery:
             failpoint("worker.before_report")
             repeat_call(lambda: self._client.report_failures(failures), self._stop)
 
-    def _send(self, submissions: Sequence[Submission]) -> None:
+    def _send(self, submissions: Sequence[Submission], *, keep_invalid: bool = False) -> None:
         for start in range(0, len(submissions), SAMPLES_PER_CALL):
-            self._send_call(submissions[start : start + SAMPLES_PER_CALL])
+            self._send_call(submissions[start : start + SAMPLES_PER_CALL], keep_invalid=keep_invalid)
 
-    def _send_call(self, submissions: Sequence[Submission]) -> None:
-        """One call; what the ledger refuses as a whole is sent alone, so that one sample cannot block the others."""
+    def _send_call(self, submissions: Sequence[Submission], *, keep_invalid: bool = False) -> None:
+        """One call; what the ledger refuses as a whole is sent alone, so that one sample cannot block the others.
+
+        ``keep_invalid`` keeps the files of samples that can never be accepted: an earlier process made them, maybe for a
+        ledger that has since been restored from an older copy.
+        """
         try:
             results = repeat_call(lambda: self._client.submit_samples(submissions), self._stop)
         except WrongRun:
@@ -118,7 +122,7 @@ class Delivery:
         except InvalidRequest as error:
             if len(submissions) > 1:
                 for submission in submissions:
-                    self._send_call([submission])
+                    self._send_call([submission], keep_invalid=keep_invalid)
             else:
                 self._refused(submissions[0], str(error))
             return
@@ -128,6 +132,8 @@ class Delivery:
             self._note(submission, result)
             if result.outcome is SubmitOutcome.INVALID:
                 kept_out.append(_failure(submission, result.reason))
+                if keep_invalid:
+                    self._spool.set_aside(submission, result.reason)
         self._spool.discard(submissions)
         self.report(kept_out)
 

@@ -86,6 +86,11 @@ class Heartbeat:
         with self._lock:
             self._loaded = version
 
+    def told(self, wanted: PolicyVersion) -> None:
+        """Take what a lease call wanted for the head: after a fork it is older than the head of the last beat."""
+        with self._lock:
+            self._head = wanted
+
     @property
     def head(self) -> PolicyVersion | None:
         """Newest version the ledger has told of."""

@@ -137,6 +137,8 @@ class _Worker:
             asked_at = host().monotonic()
             reply = self._lease()
             if reply.wanted is not None:
+                if self.config.schedule.kind == ScheduleKind.BOUNDED:
+                    self.beat.told(reply.wanted)
                 self._load(reply.wanted)
             elif reply.grants:
                 self._work(reply.grants, asked_at)
@@ -146,11 +148,14 @@ class _Worker:
                 self.stop.wait(min(max(reply.retry_after_s, 0.02), self.config.ledger.heartbeat_s))
 
     def _newer_head(self) -> PolicyVersion | None:
-        """The head, when the schedule lets the worker choose and it is newer than what is loaded."""
+        """The head, when the schedule lets the worker choose and it is newer than what is loaded.
+
+        After a fork the head may also be an older version than the loaded one; the lease call says so.
+        """
         head, loaded = self.beat.head, self.loaded
         if self.config.schedule.kind != ScheduleKind.BOUNDED or head is None or loaded is None:
             return None
-        return head if head.lineage == loaded.lineage and head.version > loaded.version else None
+        return head if (head.lineage, head.version) > (loaded.lineage, loaded.version) else None
 
     def _lease(self) -> LeaseReply:
         self.leases_asked += 1
@@ -165,7 +170,7 @@ class _Worker:
         except StaleWeights as error:
             if self.loaded is None:
                 raise
-            # A fork republished this version with other weights: forget it, and be told what to load.
+            # The ledger holds other weights under this name (restored from an older copy, say): be told what to load.
             log.warning("loaded version was replaced", extra={"event": "version_replaced", "reason": str(error)})
             self._set_loaded(None)
             return LeaseReply((), None, 0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -27,6 +27,7 @@ from rollbook.core.records import (
     GroupSpec,
     HeartbeatReply,
     LeaseReply,
+    Lineage,
     Plan,
     PlanOutcome,
     PolicyVersion,
@@ -98,10 +99,8 @@ class LedgerClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open_run(self, run: RunRecord, *, accept_revision: bool = False) -> RunRecord:
-        request = pb.OpenRunRequest(
-            run_id=self._run_id, run=convert.run_message(run), accept_revision=accept_revision
-        )  # fmt: skip
+    def open_run(self, run: RunRecord, *, accept: Collection[str] = ()) -> RunRecord:
+        request = pb.OpenRunRequest(run_id=self._run_id, run=convert.run_message(run), accept=accept)
         return convert.run_record(self._call("OpenRun", request).run)
 
     def acquire_role(self, role: Role, holder: str, ttl_s: float, supersede: str = "") -> RoleTerm:
@@ -227,6 +226,15 @@ class LedgerClient:
     def versions(self, lineage: int) -> list[PolicyVersion]:
         request = pb.VersionsRequest(run_id=self._run_id, lineage=lineage)
         return [convert.policy_version(m) for m in self._call("Versions", request).versions]
+
+    def fork_lineage(
+        self, term: RoleTerm, parent: int, fork_step: int, difference: float | None, tolerance: float, keep_orphans: bool = False
+    ) -> Lineage:
+        request = pb.ForkLineageRequest(
+            run_id=self._run_id, term=convert.role_term_message(term), parent=parent, fork_step=fork_step, difference=difference,
+            tolerance=tolerance, keep_orphans=keep_orphans,
+        )  # fmt: skip
+        return convert.lineage(self._call("ForkLineage", request).lineage)
 
     def commit_checkpoint(self, term: RoleTerm, checkpoint: Checkpoint) -> Checkpoint:
         request = pb.CommitCheckpointRequest(

@@ -20,10 +20,12 @@ from rollbook.core.records import (
     Cursor,
     FailureReport,
     FinishReason,
+    ForkVerdict,
     GroupSpec,
     HeartbeatReply,
     LeaseGrant,
     LeaseReply,
+    Lineage,
     Plan,
     PlanItem,
     PlanOutcome,
@@ -58,6 +60,7 @@ ENUMS: dict[type[StrEnum], tuple[Any, str]] = {
     Blame: (pb.Blame, "BLAME"),
     SubmitOutcome: (pb.SubmitOutcome, "SUBMIT_OUTCOME"),
     PlanOutcome: (pb.PlanOutcome, "PLAN_OUTCOME"),
+    ForkVerdict: (pb.ForkVerdict, "FORK_VERDICT"),
     CheckpointState: (pb.CheckpointState, "CHECKPOINT_STATE"),
 }
 """Every enum that travels: core enum -> (wire enum, prefix of its value names)."""
@@ -181,6 +184,20 @@ def optional_version(message: Message, field: str) -> PolicyVersion | None:
     return policy_version(getattr(message, field)) if message.HasField(field) else None
 
 
+def lineage_message(r: Lineage) -> pb.Lineage:
+    return pb.Lineage(
+        number=r.number, parent=r.parent, fork_step=r.fork_step, verdict=enum_number(r.verdict), difference=r.difference,
+        tolerance=r.tolerance, orphans_kept=r.orphans_kept, orphans_dropped=r.orphans_dropped,
+    )  # fmt: skip
+
+
+def lineage(m: pb.Lineage) -> Lineage:
+    return Lineage(
+        m.number, _optional(m, "parent"), m.fork_step, enum_member(ForkVerdict, m.verdict), _optional(m, "difference"),
+        m.tolerance, m.orphans_kept, m.orphans_dropped,
+    )  # fmt: skip
+
+
 def lease_grant_message(r: LeaseGrant) -> pb.LeaseGrant:
     return pb.LeaseGrant(
         key=slot_key_message(r.key), token=r.token, attempt=r.attempt, ttl_s=r.ttl_s, seed=r.seed, prompt_ids=r.prompt_ids,
@@ -300,13 +317,18 @@ def plan_message(r: Plan) -> pb.Plan:
         lineage=r.lineage, step=r.step, base_version=r.base_version, revision=r.revision,
         items=map(plan_item_message, r.items), items_digest=r.items_digest, chain_digest=r.chain_digest,
         outcome=None if r.outcome is None else enum_number(r.outcome), reason=r.reason,
+        obeys=None if r.obeys is None else enum_number(r.obeys),
     )  # fmt: skip
 
 
 def plan(m: pb.Plan) -> Plan:
-    outcome = None if m.outcome == pb.PLAN_OUTCOME_UNSPECIFIED else enum_member(PlanOutcome, m.outcome)
+    outcome, obeys = (
+        None if number == pb.PLAN_OUTCOME_UNSPECIFIED else enum_member(PlanOutcome, number) for number in (m.outcome, m.obeys)
+    )
     items = tuple(map(plan_item, m.items))
-    return Plan(m.lineage, m.step, m.base_version, m.revision, items, m.items_digest, m.chain_digest, outcome, m.reason)
+    return Plan(
+        m.lineage, m.step, m.base_version, m.revision, items, m.items_digest, m.chain_digest, outcome, m.reason, obeys
+    )
 
 
 def sample_data_message(r: SampleData) -> pb.SampleData:

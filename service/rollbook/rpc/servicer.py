@@ -54,7 +54,7 @@ class LedgerServicer(pb_grpc.LedgerServiceServicer):
         run = convert.run_record(need(request, "run"))
         if run.run_id != request.run_id:
             raise WrongRun(f"the request names run {request.run_id!r} but opens {run.run_id!r}")
-        stored = self._ledger.open_run(run, accept_revision=request.accept_revision)
+        stored = self._ledger.open_run(run, accept=tuple(request.accept))
         return pb.OpenRunResponse(run=convert.run_message(stored))
 
     def AcquireRole(self, request: pb.AcquireRoleRequest, context: grpc.ServicerContext) -> pb.AcquireRoleResponse:
@@ -157,6 +157,14 @@ class LedgerServicer(pb_grpc.LedgerServiceServicer):
     def Versions(self, request: pb.VersionsRequest, context: grpc.ServicerContext) -> pb.VersionsResponse:
         versions = self._ledger.versions(request.lineage)
         return pb.VersionsResponse(versions=map(convert.policy_version_message, versions))
+
+    def ForkLineage(self, request: pb.ForkLineageRequest, context: grpc.ServicerContext) -> pb.ForkLineageResponse:
+        difference = request.difference if request.HasField("difference") else None
+        line = self._ledger.fork_lineage(
+            convert.role_term(need(request, "term")), request.parent, request.fork_step, difference, request.tolerance,
+            request.keep_orphans,
+        )  # fmt: skip
+        return pb.ForkLineageResponse(lineage=convert.lineage_message(line))
 
     def CommitCheckpoint(self, request: pb.CommitCheckpointRequest, context: grpc.ServicerContext) -> pb.CommitCheckpointResponse:
         checkpoint = convert.checkpoint(need(request, "checkpoint"))

@@ -47,6 +47,7 @@ TABLE: dict[type[RollbookError], grpc.StatusCode] = {
     errors.CheckpointDamaged: _CODE.DATA_LOSS,
     errors.ReplayDiverged: _CODE.ABORTED,
     errors.ChainMismatch: _CODE.ABORTED,
+    errors.LedgerBehind: _CODE.ABORTED,
     errors.UnsupportedSampling: _CODE.INVALID_ARGUMENT,
     errors.TaskError: _CODE.FAILED_PRECONDITION,
     errors.VerifierError: _CODE.FAILED_PRECONDITION,

@@ -26,7 +26,7 @@ from rollbook.core.errors import ConfigError, RestartBudgetSpent, RollbookError,
 from rollbook.core.records import ResumePoint
 from rollbook.supervise import logs
 from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED, RestartPolicy
-from rollbook.supervise.process import ProcessTable, RoleProcess, role_command, start
+from rollbook.supervise.process import Launcher, ProcessTable, RoleProcess, role_command, spawn, start
 from rollbook.supervise.watchdog import Watchdog, Watched
 
 POLL_S = 0.05
@@ -65,7 +65,8 @@ class LocalSupervisor:
     Args:
         config_args: CONFIG and overrides as the role commands take them.
         on_event: told in one text what happened; from several threads.
-        accept_config_change: passed on to the ledger server.
+        accept: names of changed fields, passed on to the ledger server.
+        launch: how role processes are started.
 
     Raises: Unavailable (another supervisor has the run directory), ConfigError.
     """
@@ -75,18 +76,20 @@ class LocalSupervisor:
         config: Config,
         config_args: Sequence[str],
         on_event: Callable[[str], None] = print,
-        accept_config_change: bool = False,
+        accept: Sequence[str] = (),
+        launch: Launcher = spawn,
     ) -> None:
         _check(config)
         self.config = config
         self.dir = Path(config.run.dir)
         self._on_event = on_event
+        self._launch = launch
         self._stopping = threading.Event()
         self._at_once = threading.Event()
         (self.dir / "supervisor").mkdir(parents=True, exist_ok=True)
         self._lock_fd = _lock(self.dir / "supervisor" / "lock", config.run.id)
         self.table = ProcessTable(self.dir / "supervisor" / "processes.json")
-        self._ledger = self._child("ledger", "ledger", *config_args, *(["--accept-config-change"] * accept_config_change))
+        self._ledger = self._child("ledger", "ledger", *config_args, *(f"--accept={name}" for name in accept))
         self._learner = self._child("learner", "learner", *config_args, threads=config.learner.threads)
         self._others = [self._child("feeder", "feeder", *config_args), self._learner]
         for index, worker in enumerate(worker_list(config)):
@@ -205,7 +208,7 @@ class LocalSupervisor:
             previous.end(KILL_S)
         child.log_offset = logs.size(child.log)
         try:
-            child.process = start(child.name, child.argv, child.log, child.env, self.table)
+            child.process = start(child.name, child.argv, child.log, child.env, self.table, self._launch)
         except OSError as error:
             self._on_death(child, f"not started: {error}")
             return

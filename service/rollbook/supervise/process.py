@@ -15,11 +15,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, Protocol
 
 from rollbook.core.errors import Unavailable
+from rollbook.observe.failpoints import failpoint
 
 SUPERVISED_BY = "ROLLBOOK_SUPERVISED"
 """Environment variable of a supervised role: pid of its supervisor."""
@@ -27,7 +29,7 @@ SUPERVISED_BY = "ROLLBOOK_SUPERVISED"
 EXIT_UNKNOWN = 255
 """Stands for the exit code of a process whose real one was lost."""
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
 
@@ -50,7 +52,7 @@ def die_with_supervisor() -> None:
     supervisor = int(os.environ.pop(SUPERVISED_BY, "") or 0)
     if not supervisor:
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -129,12 +131,42 @@ class ProcessRecord:
             time.sleep(_POLL_S)
 
 
+class Handle(Protocol):
+    """A child process as its parent handles it."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+
+Launcher = Callable[[Sequence[str], Mapping[str, str], IO[bytes], Callable[[int], None]], Handle]
+"""Starts ``argv`` in its own session with exactly the given environment and its output in the given file. Tells the pid to the
+function as soon as there is one; when that fails, no process is left. Raises OSError."""
+
+
+def spawn(argv: Sequence[str], env: Mapping[str, str], out: IO[bytes], known: Callable[[int], None]) -> Handle:
+    """The ordinary ``Launcher``: a new interpreter."""
+    child = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env
+    )  # fmt: skip
+    try:
+        known(child.pid)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
+    return child
+
+
 class RoleProcess:
     """A started role. Its death is noticed before its pid is given back, so its group can still be ended by that number."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], record: ProcessRecord) -> None:
+    def __init__(self, handle: Handle, record: ProcessRecord) -> None:
         self.record = record
-        self._popen = popen
+        self._handle = handle
         self._code: int | None = None
 
     def exit_code(self) -> int | None:
@@ -150,13 +182,13 @@ class RoleProcess:
             # The zombie keeps its process group id from being used again.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.record.pid, signal.SIGKILL)
-            self._code = self._popen.wait(timeout=10.0)
+            self._code = self._handle.wait(timeout=10.0)
         self.record.kill_tree()
         return self._code
 
     def terminate(self) -> None:
         """Ask the role to stop."""
-        self._popen.terminate()
+        self._handle.terminate()
 
     def kill(self) -> None:
         """SIGKILL the whole tree."""
@@ -166,7 +198,9 @@ class RoleProcess:
         self.record.kill_tree()
 
 
-def start(name: str, argv: Sequence[str], log: Path, env: dict[str, str], table: ProcessTable) -> RoleProcess:
+def start(
+    name: str, argv: Sequence[str], log: Path, env: dict[str, str], table: ProcessTable, launch: Launcher = spawn
+) -> RoleProcess:
     """Start a role in its own session with its output appended to ``log``; the table knows it before it runs.
 
     The role is told its incarnation and the one it replaces, the newest of its name in the table. To be called from a
@@ -174,21 +208,24 @@ def start(name: str, argv: Sequence[str], log: Path, env: dict[str, str], table:
     """
     incarnation = uuid.uuid4().hex
     previous = table.records().get(name)
+    whole_env = {
+        **os.environ, **env, "ROLLBOOK_INCARNATION": incarnation, SUPERVISED_BY: str(os.getpid()),
+        "ROLLBOOK_SUPERSEDES": previous.incarnation if previous else "",
+    }  # fmt: skip
+    record = ProcessRecord(name, 0, 0, incarnation)
+
+    def known(pid: int) -> None:
+        nonlocal record
+        failpoint("supervisor.start.after_spawn")
+        record = ProcessRecord(name, pid, start_time(pid) or 0, incarnation)
+        table.put(record)
+
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        table.put(ProcessRecord(name, 0, 0, incarnation))
-        child = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, **env, "ROLLBOOK_INCARNATION": incarnation, SUPERVISED_BY: str(os.getpid()),
-                 "ROLLBOOK_SUPERSEDES": previous.incarnation if previous else ""},
-        )  # fmt: skip
-    process = RoleProcess(child, ProcessRecord(name, child.pid, start_time(child.pid) or 0, incarnation))
-    try:
-        table.put(process.record)
-    except OSError:
-        process.kill()
-        raise
-    return process
+        table.put(record)
+        failpoint("supervisor.start.before_spawn")
+        handle = launch(argv, whole_env, out, known)
+    return RoleProcess(handle, record)
 
 
 def role_command(*args: str) -> list[str]:
@@ -220,4 +257,5 @@ class ProcessTable:
             json.dump([asdict(r) for r in self._records.values()], handle)
             handle.flush()
             os.fsync(handle.fileno())
+        failpoint("supervisor.table.before_rename")
         temporary.rename(self._path)

@@ -6,6 +6,7 @@ is part of the run's manifest.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,38 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+
+
+def tokenizer_digests(model_dir: str | Path) -> tuple[str, str]:
+    """(what turns text into token ids, what turns messages into text) of a model directory, each as sha256 hex.
+
+    A template inside ``tokenizer_config.json`` counts as a template only. Raises ConfigError.
+    """
+    directory = _directory(model_dir)
+    tokenizer: list[bytes | str | int] = ["tokenizer"]
+    template: list[bytes | str | int] = ["chat template"]
+    for file in (directory / name for name in _FILES):
+        if not file.is_file():
+            continue
+        if file.name.startswith("chat_template"):
+            template += [file.name, file.read_bytes()]
+        elif file.name == "tokenizer_config.json":
+            settings = _json_table(file)
+            template += [file.name, json.dumps(settings.pop("chat_template", None), sort_keys=True)]
+            tokenizer += [file.name, json.dumps(settings, sort_keys=True)]
+        else:
+            tokenizer += [file.name, file.read_bytes()]
+    return digest(*tokenizer), digest(*template)
+
+
+def _json_table(file: Path) -> dict:
+    try:
+        table = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file} cannot be read: expected a JSON object")
+    return table
 
 
 def tokenizer_digest(model_dir: str | Path) -> str:

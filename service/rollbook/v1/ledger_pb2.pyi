@@ -68,6 +68,13 @@ class PlanOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLAN_OUTCOME_TRAINED: _ClassVar[PlanOutcome]
     PLAN_OUTCOME_SKIPPED: _ClassVar[PlanOutcome]
 
+class ForkVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FORK_VERDICT_UNSPECIFIED: _ClassVar[ForkVerdict]
+    FORK_VERDICT_WITHIN: _ClassVar[ForkVerdict]
+    FORK_VERDICT_KEPT: _ClassVar[ForkVerdict]
+    FORK_VERDICT_DROPPED: _ClassVar[ForkVerdict]
+
 class CheckpointState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CHECKPOINT_STATE_UNSPECIFIED: _ClassVar[CheckpointState]
@@ -111,6 +118,10 @@ SUBMIT_OUTCOME_INVALID: SubmitOutcome
 PLAN_OUTCOME_UNSPECIFIED: PlanOutcome
 PLAN_OUTCOME_TRAINED: PlanOutcome
 PLAN_OUTCOME_SKIPPED: PlanOutcome
+FORK_VERDICT_UNSPECIFIED: ForkVerdict
+FORK_VERDICT_WITHIN: ForkVerdict
+FORK_VERDICT_KEPT: ForkVerdict
+FORK_VERDICT_DROPPED: ForkVerdict
 CHECKPOINT_STATE_UNSPECIFIED: CheckpointState
 CHECKPOINT_STATE_COMMITTED: CheckpointState
 CHECKPOINT_STATE_DELETING: CheckpointState
@@ -225,6 +236,26 @@ class PolicyVersion(_message.Message):
     probe_json: str
     n_bytes: int
     def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., probe_json: _Optional[str] = ..., n_bytes: _Optional[int] = ...) -> None: ...
+
+class Lineage(_message.Message):
+    __slots__ = ("number", "parent", "fork_step", "verdict", "difference", "tolerance", "orphans_kept", "orphans_dropped")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    FORK_STEP_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    ORPHANS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    ORPHANS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    parent: int
+    fork_step: int
+    verdict: ForkVerdict
+    difference: float
+    tolerance: float
+    orphans_kept: int
+    orphans_dropped: int
+    def __init__(self, number: _Optional[int] = ..., parent: _Optional[int] = ..., fork_step: _Optional[int] = ..., verdict: _Optional[_Union[ForkVerdict, str]] = ..., difference: _Optional[float] = ..., tolerance: _Optional[float] = ..., orphans_kept: _Optional[int] = ..., orphans_dropped: _Optional[int] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("key", "token", "attempt", "ttl_s", "seed", "prompt_ids", "task_json", "lineage", "version", "version_digest", "traceparent")
@@ -383,7 +414,7 @@ class PlanItem(_message.Message):
     def __init__(self, pos: _Optional[int] = ..., key: _Optional[_Union[SlotKey, _Mapping]] = ..., payload_digest: _Optional[str] = ..., reward: _Optional[float] = ..., valid: bool = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("lineage", "step", "base_version", "revision", "items", "items_digest", "chain_digest", "outcome", "reason")
+    __slots__ = ("lineage", "step", "base_version", "revision", "items", "items_digest", "chain_digest", "outcome", "reason", "obeys")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +424,7 @@ class Plan(_message.Message):
     CHAIN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    OBEYS_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     step: int
     base_version: int
@@ -402,7 +434,8 @@ class Plan(_message.Message):
     chain_digest: str
     outcome: PlanOutcome
     reason: str
-    def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., revision: _Optional[int] = ..., items: _Optional[_Iterable[_Union[PlanItem, _Mapping]]] = ..., items_digest: _Optional[str] = ..., chain_digest: _Optional[str] = ..., outcome: _Optional[_Union[PlanOutcome, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    obeys: PlanOutcome
+    def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., revision: _Optional[int] = ..., items: _Optional[_Iterable[_Union[PlanItem, _Mapping]]] = ..., items_digest: _Optional[str] = ..., chain_digest: _Optional[str] = ..., outcome: _Optional[_Union[PlanOutcome, str]] = ..., reason: _Optional[str] = ..., obeys: _Optional[_Union[PlanOutcome, str]] = ...) -> None: ...
 
 class SampleData(_message.Message):
     __slots__ = ("key", "prompt_ids", "trajectory", "reward", "payload_digest")

@@ -8,14 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("run_id", "run", "accept_revision")
+    __slots__ = ("run_id", "run", "accept")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
-    ACCEPT_REVISION_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     run: _ledger_pb2.RunRecord
-    accept_revision: bool
-    def __init__(self, run_id: _Optional[str] = ..., run: _Optional[_Union[_ledger_pb2.RunRecord, _Mapping]] = ..., accept_revision: bool = ...) -> None: ...
+    accept: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run_id: _Optional[str] = ..., run: _Optional[_Union[_ledger_pb2.RunRecord, _Mapping]] = ..., accept: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
     __slots__ = ("run",)
@@ -356,6 +356,30 @@ class VersionsResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     versions: _containers.RepeatedCompositeFieldContainer[_ledger_pb2.PolicyVersion]
     def __init__(self, versions: _Optional[_Iterable[_Union[_ledger_pb2.PolicyVersion, _Mapping]]] = ...) -> None: ...
+
+class ForkLineageRequest(_message.Message):
+    __slots__ = ("run_id", "term", "parent", "fork_step", "difference", "tolerance", "keep_orphans")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    FORK_STEP_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_ORPHANS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    term: _ledger_pb2.RoleTerm
+    parent: int
+    fork_step: int
+    difference: float
+    tolerance: float
+    keep_orphans: bool
+    def __init__(self, run_id: _Optional[str] = ..., term: _Optional[_Union[_ledger_pb2.RoleTerm, _Mapping]] = ..., parent: _Optional[int] = ..., fork_step: _Optional[int] = ..., difference: _Optional[float] = ..., tolerance: _Optional[float] = ..., keep_orphans: bool = ...) -> None: ...
+
+class ForkLineageResponse(_message.Message):
+    __slots__ = ("lineage",)
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    lineage: _ledger_pb2.Lineage
+    def __init__(self, lineage: _Optional[_Union[_ledger_pb2.Lineage, _Mapping]] = ...) -> None: ...
 
 class CommitCheckpointRequest(_message.Message):
     __slots__ = ("run_id", "term", "checkpoint")

@@ -140,6 +140,11 @@ class LedgerServiceStub(object):
                 request_serializer=rollbook_dot_v1_dot_ledger__service__pb2.VersionsRequest.SerializeToString,
                 response_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.VersionsResponse.FromString,
                 _registered_method=True)
+        self.ForkLineage = channel.unary_unary(
+                '/rollbook.v1.LedgerService/ForkLineage',
+                request_serializer=rollbook_dot_v1_dot_ledger__service__pb2.ForkLineageRequest.SerializeToString,
+                response_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.ForkLineageResponse.FromString,
+                _registered_method=True)
         self.CommitCheckpoint = channel.unary_unary(
                 '/rollbook.v1.LedgerService/CommitCheckpoint',
                 request_serializer=rollbook_dot_v1_dot_ledger__service__pb2.CommitCheckpointRequest.SerializeToString,
@@ -363,6 +368,15 @@ class LedgerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForkLineage(self, request, context):
+        """Close a lineage whose replay gave other weights and open the next one under copies of its plans (R7).
+        Ordering: the lineage is the newest. Key: (parent, fork_step).
+        Failure: ALREADY_EXISTS (Conflict) when the parent forked elsewhere; INVALID_ARGUMENT; ABORTED (Fenced).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CommitCheckpoint(self, request, context):
         """Insert the row that makes a checkpoint real. Ordering: after its files are durable.
         Key: (lineage, step), the same manifest digest is success.
@@ -545,6 +559,11 @@ def add_LedgerServiceServicer_to_server(servicer, server):
                     servicer.Versions,
                     request_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.VersionsRequest.FromString,
                     response_serializer=rollbook_dot_v1_dot_ledger__service__pb2.VersionsResponse.SerializeToString,
+            ),
+            'ForkLineage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkLineage,
+                    request_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.ForkLineageRequest.FromString,
+                    response_serializer=rollbook_dot_v1_dot_ledger__service__pb2.ForkLineageResponse.SerializeToString,
             ),
             'CommitCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitCheckpoint,
@@ -1165,6 +1184,33 @@ class LedgerService(object):
             '/rollbook.v1.LedgerService/Versions',
             rollbook_dot_v1_dot_ledger__service__pb2.VersionsRequest.SerializeToString,
             rollbook_dot_v1_dot_ledger__service__pb2.VersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkLineage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollbook.v1.LedgerService/ForkLineage',
+            rollbook_dot_v1_dot_ledger__service__pb2.ForkLineageRequest.SerializeToString,
+            rollbook_dot_v1_dot_ledger__service__pb2.ForkLineageResponse.FromString,
             options,
             channel_credentials,
             insecure,
