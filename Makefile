@@ -1,14 +1,17 @@
 # make quickstart   environment, then a small model learns on this machine while a worker and the learner are killed
 # make test         environment, then the whole CPU suite; the last line lists what could not run
+# make soak MINUTES=30   kills roles of real runs at random times, two runs at once; every run is recorded and judged
+# make mutants      plants known public bugs one by one; each must make a test fail
 # make lint         ruff and mypy          make proto   generate service/rollbook/v1 again
 SHELL := /bin/bash
 PYTHON ?= python3
+MINUTES ?= 30
 BIN := $(CURDIR)/.venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 SMOLLM2 := $(CURDIR)/.venv/wheels
 
-.PHONY: env system quickstart test lint proto
+.PHONY: env system quickstart test soak mutants lint proto
 
 env: .venv/.installed
 
@@ -36,6 +39,12 @@ quickstart: env
 
 test: env system | $(SMOLLM2)
 	$(ONE_THREAD) ROLLBOOK_SMOLLM2_WHEEL="$$(ls $(SMOLLM2)/*.whl 2>/dev/null | head -1)" $(BIN)/python -m pytest tests
+
+soak: env system
+	$(ONE_THREAD) $(BIN)/python chaos/soak.py --minutes $(MINUTES)
+
+mutants: env
+	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python -m mutants.run
 
 lint: env
 	$(BIN)/ruff check service tests chaos

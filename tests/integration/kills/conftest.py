@@ -21,7 +21,9 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     root = tmp_path_factory.mktemp("kills")
     wanted: dict[str, None] = {}
     for item in request.session.items:
-        wanted |= dict.fromkeys(n for n in getattr(item, "fixturenames", ()) if n in SCENARIOS)
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        names = [*getattr(item, "fixturenames", ()), *(p for p in parameters if isinstance(p, str))]
+        wanted |= dict.fromkeys(name for name in names if name in SCENARIOS)
     pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kills")
     futures: dict[str, Future[System]] = {name: pool.submit(SCENARIOS[name], root / name, made) for name in wanted}
 

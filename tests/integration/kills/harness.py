@@ -150,6 +150,8 @@ class System:
     lease_ttl_s: float = 6.0
     heartbeat_s: float = 1.0
     planted: str = ""
+    fork_server: bool = True
+    """Restarts without the imports; everything else is an ordinary start."""
     supervisor: subprocess.Popen[bytes] | None = None
     fired_at: dict[str, float] = field(default_factory=dict)
     replayed: tuple[int, str] = (-1, "not replayed")
@@ -190,9 +192,10 @@ class System:
         armed = ",".join(f"{name}={action}" for name, action in self.failpoints.items())
         env = _environment(HOOKS) | {"KILLS_ACKS": str(self.root / "acks"), "KILLS_PLANTED": self.planted}
         env |= {"ROLLBOOK_FAILPOINTS": armed, "ROLLBOOK_FAILPOINTS_ONCE_DIR": str(self.markers)}
+        switches = ["--plain", "--no-report", *(["--fork-server"] if self.fork_server else [])]
         with (self.root / "output.txt").open("ab") as out:
             self.supervisor = subprocess.Popen(
-                [*_rollbook(), "run", str(self.config), "--plain", "--no-report"], env=env, stdin=subprocess.DEVNULL,
+                [*_rollbook(), "run", str(self.config), *switches], env=env, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_the_tests,
             )  # fmt: skip
 
@@ -280,6 +283,10 @@ class System:
     def tables(self) -> dict[str, list[oracle.Row]]:
         """Every row as it was when the run had finished."""
         return self._tables
+
+    def deaths(self) -> int:
+        """Kills sent, each counted once: at failpoints, of roles, of everything at once, of the database."""
+        return len(self.fired_at) + len(self.killed)
 
     def command(self, *arguments: str) -> tuple[int, str]:
         """Exit code and output of another ``rollbook`` command on this run."""

@@ -6,15 +6,15 @@ crossings within a process, and every process begins at a checkpoint: K >= 2 put
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness import Process, System, wait_until
-from postgres_server import NotObtainable, PostgresServer
+from harness import Process, System
+
+from postgres_server import PostgresServer
 
 LEARNER_KILLS = {
     "learner.before_plan": "crash@3",
@@ -59,6 +59,7 @@ POSTGRESQL_KILLS = {
 RANDOM_TARGETS = (
     "worker-0", "worker-1", "worker-1", "learner", "learner", "ledger", "ledger", "feeder", "everything", "everything",
 )  # fmt: skip
+EVERY_ROLE = ("learner", "learner", "ledger", "ledger", "feeder", "everything")
 RANDOM_SEED = 20
 
 Made = list[System]
@@ -66,8 +67,8 @@ Made = list[System]
 
 
 def fixed_reference(root: Path, made: Made) -> System:
-    """Fixed lag, two workers, nothing dies: what every killed run of the same configuration must equal."""
-    return _add(made, System(root, schedule="fixed")).run()
+    """Fixed lag, two workers, nothing dies, ordinary starts: what every killed run of the same configuration must equal."""
+    return _add(made, System(root, schedule="fixed", fork_server=False)).run()
 
 
 def fixed_learner_kills(root: Path, made: Made) -> System:
@@ -84,7 +85,8 @@ def bounded_learner_kills(root: Path, made: Made) -> System:
 
 
 def bounded_other_kills(root: Path, made: Made) -> System:
-    return _add(made, System(root, steps=20, failpoints=OTHER_KILLS)).run()
+    """Restarted in the ordinary way, each role with all its imports."""
+    return _add(made, System(root, steps=20, failpoints=OTHER_KILLS, fork_server=False)).run()
 
 
 def fixed_stopped(root: Path, made: Made) -> System:
@@ -111,17 +113,55 @@ def fixed_stopped(root: Path, made: Made) -> System:
 
 def random_kills(root: Path, made: Made) -> System:
     """Ten deaths at random times, two of them of everything at once, each after at least one new step."""
-    system = _add(made, System(root, steps=72))
-    chance = random.Random(RANDOM_SEED)
-    targets = list(RANDOM_TARGETS)
-    chance.shuffle(targets)
+    return _killed_at_random(_add(made, System(root, steps=72)), RANDOM_TARGETS, RANDOM_SEED)
+
+
+def fixed_one_worker(root: Path, made: Made) -> System:
+    return _fixed_at_random(root, made, 1)
+
+
+def fixed_two_workers(root: Path, made: Made) -> System:
+    return _fixed_at_random(root, made, 2)
+
+
+def fixed_four_workers(root: Path, made: Made) -> System:
+    return _fixed_at_random(root, made, 4)
+
+
+def fixed_two_workers_on_postgresql(root: Path, made: Made) -> System:
+    """On a server of its own, which dies as well."""
+    server = PostgresServer()
+    try:
+        return _fixed_at_random(root, made, 2, server)
+    finally:
+        for system in made:
+            if system.root == root:
+                system.end_everything()
+        server.close()
+
+
+def _fixed_at_random(root: Path, made: Made, workers: int, server: PostgresServer | None = None) -> System:
+    """Fixed lag: every role dies at random times, then everything at once."""
+    system = _add(made, System(root, schedule="fixed", workers=workers, url=server.url() if server else ""))
+    targets = (*(f"worker-{i % workers}" for i in range(3)), *EVERY_ROLE, *(["postgresql"] if server else []))
+    return _killed_at_random(system, targets, RANDOM_SEED + workers, server)
+
+
+def _killed_at_random(system: System, targets: Sequence[str], seed: int, server: PostgresServer | None = None) -> System:
+    chance = random.Random(seed)
+    order = list(targets)
+    chance.shuffle(order)
     system.start()
-    for target in targets:
+    for target in order:
         _next_steps(system, chance.randint(1, 2))
         time.sleep(chance.uniform(0.0, 0.3))  # the random moment itself; nothing is waited for
         if target == "everything":
             system.end_everything()
             system.start()
+        elif target == "postgresql":
+            assert server is not None
+            server.kill()
+            server.start_again()
         else:
             system.until(f"{target} runs and is killed", lambda name=target: _kill(system, name))
         system.killed.append(target)
@@ -135,9 +175,9 @@ def postgresql_kills(root: Path, made: Made) -> System:
     try:
         system.start()
         _next_steps(system, 6)
-        _kill_postgresql(server.data)
+        server.kill()
         system.killed.append("postgresql")
-        _start_again(server)
+        server.start_again()
         return system.finish()
     finally:
         system.end_everything()
@@ -170,8 +210,8 @@ SCENARIOS: dict[str, Callable[[Path, Made], System]] = {
     function.__name__: function
     for function in (
         fixed_reference, fixed_learner_kills, bounded_learner_kills, fixed_other_kills, bounded_other_kills, fixed_stopped,
-        random_kills, postgresql_kills, planted_worker_seed, planted_early_ack,
-        planted_learner_rng,
+        random_kills, postgresql_kills, fixed_one_worker, fixed_two_workers, fixed_four_workers,
+        fixed_two_workers_on_postgresql, planted_worker_seed, planted_early_ack, planted_learner_rng,
     )
 }  # fmt: skip
 
@@ -213,32 +253,3 @@ def _count(system: System, statement: str) -> int:
 def _term_is_over(system: System, role: str) -> bool:
     rows = system.rows(f"SELECT expires_at_us FROM fence WHERE role = '{role}'")
     return bool(rows) and rows[0][0] < time.time() * 1_000_000
-
-
-def _kill_postgresql(data: Path) -> None:
-    """SIGKILL the postmaster and every process it has started, and wait until none of them is left."""
-    postmaster = int((data / "postmaster.pid").read_text().split()[0])
-    family = [postmaster, *(pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == postmaster)]
-    for pid in family:
-        os.kill(pid, signal.SIGKILL)
-    wait_until("PostgreSQL is dead", lambda: not any(_parent(pid) is not None for pid in family))
-
-
-def _start_again(server: PostgresServer) -> None:
-    # Where nobody reaps orphans the dead postmaster's pid still answers, and its successor would not believe it dead.
-    for left in (server.data / "postmaster.pid", *server.root.glob(".s.PGSQL.*.lock")):
-        left.unlink()
-    try:
-        server.start()
-    except NotObtainable as error:
-        raise AssertionError(f"PostgreSQL does not start after SIGKILL: {error}") from error
-
-
-def _parent(pid: int) -> int | None:
-    """Parent of a live process; None for one that is gone or only waits to be reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] == "Z" else int(fields[1])
-

@@ -141,3 +141,28 @@ def test_a_run_on_postgresql_survives_its_roles_and_its_database_dying(fixed_ref
     check_finished(postgresql_kills)
     check_replay(postgresql_kills)
     assert oracle.identity(postgresql_kills.tables()) == oracle.identity(fixed_reference.tables())
+
+
+@pytest.mark.parametrize(
+    "system", ["fixed_one_worker", "fixed_two_workers", "fixed_four_workers", "fixed_two_workers_on_postgresql"]
+)
+def test_a_fixed_lag_run_whose_every_role_dies_at_random_is_the_unbroken_run(
+    system: str, fixed_reference: System, request: pytest.FixtureRequest
+) -> None:
+    killed: System = request.getfixturevalue(system)
+    assert {target.partition("-")[0] for target in killed.killed} >= {"worker", "learner", "ledger", "feeder", "everything"}
+    check_finished(killed)
+    check_replay(killed)
+    assert oracle.identity(killed.tables()) == oracle.identity(fixed_reference.tables())
+
+
+def test_the_runs_of_this_folder_take_at_least_sixty_kills(
+    bounded_learner_kills: System, fixed_learner_kills: System, bounded_other_kills: System, fixed_other_kills: System,
+    random_kills: System, fixed_one_worker: System, fixed_two_workers: System, fixed_four_workers: System,
+) -> None:  # fmt: skip
+    """On SQLite alone, so that it holds where no PostgreSQL is to be had."""
+    systems = (
+        bounded_learner_kills, fixed_learner_kills, bounded_other_kills, fixed_other_kills, random_kills, fixed_one_worker,
+        fixed_two_workers, fixed_four_workers,
+    )  # fmt: skip
+    assert sum(system.deaths() for system in systems) >= 60

@@ -114,8 +114,7 @@ def findings(tables: dict[str, list[Row]], run_dir: Path | None, *, steps: int, 
     for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, epochs):
         found += [f"{check.__name__}: {detail}" for detail in check(ledger)]
     found += [f"steps: {detail}" for detail in _steps(ledger, steps)]
-    bad = Counter(r["kind"] for r in ledger["event"] if r["kind"] in ("submit_conflict", "submit_invalid"))
-    found += [f"submissions: {n} events {kind}" for kind, n in bad.items()]
+    found += [f"submissions: {detail}" for detail in submissions(ledger)]
     found += [f"acknowledged: {detail}" for detail in _acknowledged(ledger, acks or [])]
     if run_dir is not None:
         found += [f"files: {detail}" for detail in files(ledger, run_dir)]
@@ -147,6 +146,22 @@ def samples(ledger: Ledger) -> Iterator[str]:
     for (incarnation, sequence), n in Counter((r["incarnation"], r["sequence"]) for r in ledger["sample"]).items():
         if n > 1:
             yield f"submission {sequence} of {incarnation} stands for {n} samples"
+
+
+def submissions(ledger: Ledger) -> Iterator[str]:
+    """Nothing was refused for its content. In bounded lag two attempts at a slot may differ, and the later one is refused."""
+    fixed = ledger.rules["schedule"] == "fixed"
+    bad: Counter[str] = Counter()
+    for event in ledger["event"]:
+        if event["kind"] not in ("submit_conflict", "submit_invalid"):
+            continue
+        sample = ledger.samples.get(key_of(event), {})
+        stored_by = (sample.get("lease_token"), sample.get("incarnation"))
+        other_attempt = bool(sample) and stored_by != (event["token"], event["incarnation"])
+        if fixed or event["kind"] == "submit_invalid" or not other_attempt:
+            bad[event["kind"]] += 1
+    for kind, n in bad.items():
+        yield f"{n} events {kind}"
 
 
 def _acknowledged(ledger: Ledger, acks: list[Row]) -> Iterator[str]:
