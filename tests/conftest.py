@@ -6,9 +6,19 @@ import os
 
 import pytest
 
+pytest_plugins = ["ledger_bench"]
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_configure() -> None:
+    """Install the defect that ROLLBOOK_MUTANT names: in test processes only, to show that a test catches it."""
+    if name := os.environ.get("ROLLBOOK_MUTANT", ""):
+        from mutants.registry import install
+
+        install(name)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

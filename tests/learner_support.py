@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -175,6 +176,9 @@ class MemoryLedger:
         if self.plans[step].outcome is None:
             self.plans[step] = dataclasses.replace(self.plans[step], outcome=outcome, reason=reason)
             self.metrics[step] = metrics_json
+
+    def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict[str, Any]]:
+        return [json.loads(self.metrics[step]) | {"step": step} for step in sorted(self.metrics) if step >= first_step]
 
     def publish_version(self, term: RoleTerm, version: PolicyVersion) -> PolicyVersion:
         self._guard(term)

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from learner_support import GROUP_SIZE, VOCAB_SIZE
 from rollbook.core.config import Config
-from rollbook.core.errors import CursorMoved
+from rollbook.core.errors import CursorMoved, Unavailable
 from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import (
@@ -79,7 +79,10 @@ class Worker(threading.Thread):
         sequence = 0
         self._ledger.register_worker(self._incarnation, "here", "test")
         while not self._stopping.is_set():
-            reply = self._ledger.lease_slots(self._incarnation, loaded, 64, wait_s=0.2)
+            try:
+                reply = self._ledger.lease_slots(self._incarnation, loaded, 64, wait_s=0.2)
+            except Unavailable:  # a failpoint in the transaction that both share
+                continue
             loaded = reply.wanted or loaded
             done = []
             for grant in reply.grants:

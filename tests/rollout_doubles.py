@@ -112,7 +112,7 @@ class MemoryLedger:
             self.lease_requests.append(request_id)
             self._enter("lease_slots")
             head = self.versions[-1]
-            if loaded is None or (loaded.version, loaded.digest) != (head.version, head.digest):
+            if loaded is None or (loaded.lineage, loaded.version, loaded.digest) != (head.lineage, head.version, head.digest):
                 return LeaseReply((), head, 0.0)
             grants = tuple(self._grant(head) for _ in range(min(n_max, len(self.waiting))))
             self.granted += grants
@@ -121,7 +121,8 @@ class MemoryLedger:
     def _grant(self, head: PolicyVersion) -> LeaseGrant:
         key, prompt, answer = self.waiting.popleft()
         task = json.dumps({"prompt": prompt, "answer": answer})
-        return LeaseGrant(key, 5, 1, 30.0, hash(key) % 2**31, self.prompt_of(prompt), task, 0, head.version, head.digest)
+        seed = hash(key) % 2**31
+        return LeaseGrant(key, 5, 1, 30.0, seed, self.prompt_of(prompt), task, head.lineage, head.version, head.digest)
 
     def submit_samples(self, submissions: Sequence[Submission]) -> list[SubmitResult]:
         with self._lock:

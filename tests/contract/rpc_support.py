@@ -16,10 +16,12 @@ from rollbook.core.records import (
     Cursor,
     FailureReport,
     FinishReason,
+    ForkVerdict,
     GroupSpec,
     HeartbeatReply,
     LeaseGrant,
     LeaseReply,
+    Lineage,
     Plan,
     PlanItem,
     PlanOutcome,
@@ -109,6 +111,7 @@ ANSWERS: dict[str, Any] = {
     "finish_plan": None,
     "publish_version": VERSION,
     "versions": [VERSION],
+    "fork_lineage": Lineage(1, 0, 4, ForkVerdict.KEPT, 0.25, 0.125, 3, 0),
     "commit_checkpoint": CHECKPOINT,
     "mark_checkpoint": None,
     "resume_point": ResumePoint(0, (CHECKPOINT,), 4, None, {0: "0" * 64, 4: "2" * 64}),
@@ -123,7 +126,7 @@ ANSWERS: dict[str, Any] = {
 """One answer for every verb of the port."""
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "open_run": ((RUN,), {"accept_revision": True}),
+    "open_run": ((RUN,), {"accept": ("learner.lr", "task.dataset_sha256")}),
     "acquire_role": ((Role.LEARNER, "holder-1", 15.0, "holder-0"), {}),
     "renew_role": ((TERM,), {}),
     "release_role": ((TERM,), {}),
@@ -145,6 +148,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "finish_plan": ((TERM, 0, 4, PlanOutcome.SKIPPED, "no valid sample", '{"loss": 0.5}'), {}),
     "publish_version": ((TERM, VERSION), {}),
     "versions": ((0,), {}),
+    "fork_lineage": ((TERM, 2, 4, 0.25, 0.125, True), {}),
     "commit_checkpoint": ((TERM, CHECKPOINT), {}),
     "mark_checkpoint": ((TERM, 0, 4, "corrupt"), {}),
     "resume_point": ((), {}),

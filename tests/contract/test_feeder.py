@@ -114,6 +114,25 @@ def test_dying_at_any_append_skips_and_repeats_no_task(
     assert prompts(ledger) == expected()
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("point", "fed"), [("feeder.after_role", 0), ("feeder.before_release", WANTED)])
+def test_dying_with_the_role_in_hand_skips_and_repeats_no_task(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, schedule: str, point: str, fed: int
+) -> None:
+    config = config_of(files, schedule)
+    ledger = ledger_of(config)
+    monkeypatch.setenv("ROLLBOOK_INCARNATION", "the dead one")
+    failpoints.arm(f"{point}=raise")
+    with pytest.raises(FailpointRaised):
+        feed(config, ledger)
+    failpoints.arm("")
+    assert len(prompts(ledger)) == fed
+    monkeypatch.setenv("ROLLBOOK_INCARNATION", "its successor")
+    monkeypatch.setenv("ROLLBOOK_SUPERSEDES", "the dead one")
+    feed(config, ledger)
+    assert prompts(ledger) == expected()
+
+
 @pytest.mark.parametrize("point", ["feeder.before_append", "feeder.after_append"])
 def test_dying_at_every_append_skips_and_repeats_no_task(files: tuple[Path, Path], point: str) -> None:
     config = config_of(files, task={"lookahead_groups": 1})

@@ -26,7 +26,7 @@ PLANTED: dict[str, list[str | Callable[[], sa.Executable]]] = {
     ],
     "sample_in_slot": ["DELETE FROM slot WHERE ordinal = 4", "UPDATE lease SET sibling = 7 WHERE sibling = 1"],
     "trained_once": [
-        "INSERT INTO lineage (run_id, lineage, parent, fork_step, created_at_us) VALUES ('run', 1, 0, 2, 1); "
+        "INSERT INTO lineage (run_id, lineage, parent, fork_step, created_at_us, verdict) VALUES ('run', 1, 0, 2, 1, 'within'); "
         "INSERT INTO plan_item SELECT run_id, 1, ordinal, sibling, 3, pos, payload_digest, reward, valid "
         "FROM plan_item WHERE ordinal = 0",
     ],
@@ -51,6 +51,16 @@ PLANTED: dict[str, list[str | Callable[[], sa.Executable]]] = {
     ],
     "head_lag": ["UPDATE config_revision SET max_lag_versions = 0"],
     "versions_possible": ["UPDATE sample SET version_max = 1 WHERE ordinal = 0 AND sibling = 0"],
+    "orphans": [
+        "INSERT INTO verdict (run_id, ordinal, sibling, kind, reason, decided_at_us) "
+        "VALUES ('run', 5, 0, 'orphan_version', 'r', 1)",
+        "INSERT INTO lineage (run_id, lineage, parent, fork_step, created_at_us, verdict, orphans_dropped) "
+        "VALUES ('run', 1, 0, 2, 1, 'dropped', 3)",
+    ],
+    "forked_plans": [
+        "INSERT INTO lineage (run_id, lineage, parent, fork_step, created_at_us, verdict) VALUES ('run', 1, 0, 1, 1, 'within')",
+        "INSERT INTO lineage (run_id, lineage, parent, fork_step, created_at_us, verdict) VALUES ('run', 1, 0, 3, 1, 'within')",
+    ],
     "reward_rule": [],
     "verdict_excludes_plan": [
         "INSERT INTO verdict (run_id, ordinal, sibling, kind, reason, decided_at_us) VALUES ('run', 0, 0, 'failed', 'r', 1)"
@@ -120,7 +130,7 @@ def test_a_check_finds_the_damage_it_is_there_for(damaged: Bench, name: str, cas
     assert s.ledger.audit() == []
     for statement in str(PLANTED[name][case]).split("; "):
         assert damaged.execute(statement) > 0, statement
-    if name == "trained_once":
+    if "INSERT INTO lineage" in str(PLANTED[name][case]):
         damaged.crash(s)
     found = s.ledger.audit()
     assert name in {v.check for v in found}, found

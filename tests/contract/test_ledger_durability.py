@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from ledger_support import Scene, run_record, sample_for, version
-from postgres_server import PostgresServer
 
 from conftest import Bench
+from postgres_server import PostgresServer
 from rollbook.core.errors import Conflict, InvalidRequest, StorageFull, Unavailable
 from rollbook.core.records import SubmitOutcome
 from rollbook.ledger import schema as t

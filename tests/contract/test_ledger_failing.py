@@ -196,7 +196,7 @@ def test_a_lowered_attempt_budget_closes_the_slots_that_are_beyond_it(bench: Ben
     s = bench.scene(attempts_max=3, group_size=4, survivors_min=2)
     s.feed(1)
     fail(s, s.lease(1)[0])
-    s.ledger.open_run(run_record(attempts_max=1, group_size=4, survivors_min=2), accept_revision=True)
+    s.ledger.open_run(run_record(attempts_max=1, group_size=4, survivors_min=2), accept=["rules.attempts_max"])
     assert keys(s) == ["0.1", "0.2", "0.3"]
     assert verdicts(bench) == {"0.0": "failed"}
 

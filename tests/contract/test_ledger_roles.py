@@ -73,7 +73,7 @@ def test_an_accepted_change_is_a_revision_from_the_first_unplanned_step(bench: B
     s.feed(4)
     s.fill()
     s.train(1)
-    changed = s.ledger.open_run(run_record(max_lag_versions=3), accept_revision=True)
+    changed = s.ledger.open_run(run_record(max_lag_versions=3), accept=["rules.max_lag_versions"])
     assert changed.revision == 1
     assert s.plan(2).revision == 1
     assert s.ledger.read_plan(0, 1).revision == 0
@@ -89,7 +89,7 @@ def test_a_change_that_existing_groups_depend_on_is_never_accepted(bench: Bench,
     ledger = bench.open()
     ledger.open_run(run_record())
     with pytest.raises(ConfigMismatch, match=next(iter(change))):
-        ledger.open_run(run_record(**change), accept_revision=True)
+        ledger.open_run(run_record(**change), accept=[f"rules.{name}" for name in change])
 
 
 def test_the_holder_gets_its_own_term_again(bench: Bench) -> None:
@@ -240,3 +240,14 @@ def test_a_released_server_role_is_taken_over_without_waiting(bench: Bench) -> N
     successor.attach("run")
     roles = {r["role"]: r for r in successor.run_status()["roles"]}
     assert (roles["ledger"]["holder"], roles["ledger"]["epoch"]) == ("later", 2)
+
+
+def test_closing_a_fenced_server_lets_its_storage_go(damaged: Bench) -> None:
+    s = damaged.scene()
+    damaged.execute("UPDATE fence SET epoch = epoch + 1 WHERE role = 'ledger'")
+    with pytest.raises(ServerFenced):
+        s.feed(1)
+    s.ledger.close()
+    assert not s.ledger._writer._thread.is_alive()
+    assert s.ledger._database.reader.pool.checkedin() == 0
+    damaged.open("successor", supersede="server-0").attach("run")

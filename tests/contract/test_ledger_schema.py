@@ -17,6 +17,7 @@ from rollbook.core.host import Host
 from rollbook.ledger import dialects, migrate
 from rollbook.ledger import schema as t
 from rollbook.ledger.ledger import Ledger
+from rollbook.observe import failpoints
 
 
 def test_the_migrations_make_exactly_the_tables_of_the_schema(bench: Bench) -> None:
@@ -60,6 +61,19 @@ def test_a_fresh_file_is_created_and_a_current_one_is_left_alone(tmp_path: Path)
     Ledger(url, holder="b").close()
 
 
+def test_creating_a_file_that_is_broken_off_leaves_a_fresh_one_whatever_the_number_of_revisions(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite'}"
+    failpoints.arm("ledger.migrate.before_commit=raise")
+    try:
+        with pytest.raises(failpoints.FailpointRaised):
+            Ledger(url, holder="a")
+    finally:
+        failpoints.arm("")
+    assert "holds no ledger" in migrate.check(url)[0]
+    Ledger(url, holder="b").close()
+    assert migrate.check(url) == []
+
+
 def test_a_fresh_postgresql_database_is_created_by_the_first_server(postgres) -> None:
     engine = sa.create_engine(postgres.url(), isolation_level="AUTOCOMMIT")
     with engine.connect() as conn:
@@ -81,7 +95,7 @@ def test_a_newer_schema_is_refused_and_says_to_upgrade(bench: Bench) -> None:
 
 
 def test_an_older_schema_is_refused_and_says_to_migrate(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrate, "head_revision", lambda: "0002")
+    monkeypatch.setattr(migrate, "head_revision", lambda: "0003")
     with pytest.raises(SchemaTooOld, match="rollbook migrate"):
         bench.open()
 
@@ -90,7 +104,7 @@ def test_a_refused_ledger_lets_the_file_go(sqlite_bench: Bench) -> None:
     sqlite_bench.execute("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(SchemaTooNew):
         sqlite_bench.open()
-    sqlite_bench.execute("UPDATE alembic_version SET version_num = '0001'")
+    sqlite_bench.execute(f"UPDATE alembic_version SET version_num = '{migrate.head_revision()}'")
     sqlite_bench.open()
 
 

@@ -151,7 +151,7 @@ def test_an_accepted_revision_lets_the_feeder_say_again_whether_tasks_are_left(b
     s.ledger.append_groups(s.feeder, before, Cursor(STREAM, 1, "{}", True), [group(0)])
     with pytest.raises(RunPaused, match="task"):
         s.plan(1)
-    s.ledger.open_run(run_record(straggler_wait_s=1.0), accept_revision=True)
+    s.ledger.open_run(run_record(straggler_wait_s=1.0), accept=["rules.straggler_wait_s"])
     with pytest.raises(NotReady):
         s.plan(1)
     now = s.ledger.cursor(STREAM)
@@ -160,7 +160,7 @@ def test_an_accepted_revision_lets_the_feeder_say_again_whether_tasks_are_left(b
         s.ledger.append_groups(s.feeder, now, dataclasses.replace(now, exhausted=True), [])
         with pytest.raises(RunPaused, match="task"):
             s.plan(1)
-        s.ledger.open_run(run_record(straggler_wait_s=wait_s), accept_revision=True)
+        s.ledger.open_run(run_record(straggler_wait_s=wait_s), accept=["rules.straggler_wait_s"])
         assert s.ledger.cursor(STREAM) == now
 
 

@@ -25,6 +25,7 @@ PAIRS: dict[type, tuple[Any, Any]] = {
     records.Cursor: (convert.cursor_message, convert.cursor),
     records.GroupSpec: (convert.group_spec_message, convert.group_spec),
     records.PolicyVersion: (convert.policy_version_message, convert.policy_version),
+    records.Lineage: (convert.lineage_message, convert.lineage),
     records.LeaseGrant: (convert.lease_grant_message, convert.lease_grant),
     records.LeaseReply: (convert.lease_reply_message, convert.lease_reply),
     records.Trajectory: (convert.trajectory_message, convert.trajectory),

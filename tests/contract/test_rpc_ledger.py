@@ -106,6 +106,8 @@ def live(scene: Scene) -> dict[str, Any]:
     }  # fmt: skip
     assert seen["audit"] == []
     assert ledger.explain(grants[0].key)
+    seen["lineage"] = ledger.fork_lineage(scene.learner, 0, 0, None, 0.125, True)
+    assert seen["lineage"].number == 1 and ledger.audit() == []
     ledger.drain()
     ledger.release_role(scene.feeder)
     return seen
@@ -130,7 +132,8 @@ def test_every_rpc_delivered_twice_is_delivered_once(tmp_path: Path, wired: Wire
 
 @pytest.mark.parametrize(
     "method", ["OpenRun", "AcquireRole", "RegisterWorker", "AppendGroups", "LeaseSlots", "SubmitSamples", "PlanStep",
-               "ReportFailures", "RecordToolCall", "FinishPlan", "PublishVersion", "CommitCheckpoint", "MarkCheckpoint"],
+               "ReportFailures", "RecordToolCall", "FinishPlan", "PublishVersion", "CommitCheckpoint", "MarkCheckpoint",
+               "ForkLineage"],
 )  # fmt: skip
 def test_an_answer_lost_after_the_commit_changes_nothing(tmp_path: Path, wired: Wired, method: str) -> None:
     losing = LoseReplies(method)

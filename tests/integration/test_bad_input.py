@@ -320,30 +320,38 @@ def test_a_reward_that_is_not_a_number_is_counted_and_tried_again(
     assert state["steps"]["trained"] == 2 and state["slots"]["applied"] == 4
 
 
-def test_a_changed_configuration_is_refused_naming_the_fields_and_the_flag(judged: tuple[TinyRun, int, str]) -> None:
+def test_a_changed_configuration_is_refused_naming_the_fields_and_the_flags(judged: tuple[TinyRun, int, str]) -> None:
     run, *_ = judged
-    code, text = run.run("--no-report", "--set", "learner.lr=1e-3", "--set", "run.steps=3", "--set", "supervisor.drain_s=3")
+    changes = ("--set", "learner.lr=1e-3", "--set", "run.steps=3", "--set", "supervisor.drain_s=3")
+    code, text = run.run("--no-report", *changes, "--accept", "run.steps")
     assert code == 2
     assert "ledger refuses to start:\nrollbook ledger: run 'tiny' was opened with another configuration" in text
-    assert "(config.learner.lr: 0.0001 -> 0.001; config.run.steps: 2 -> 3); restore it, or accept the change as a" in text
-    assert "revision that holds from the first unplanned step (--accept-config-change)" in text
+    assert "(learner.lr: 0.0001 -> 0.001; run.steps: 2 -> 3); not accepted: learner.lr. Restore it, or" in text
+    assert "accept each change by its name: --accept learner.lr --accept run.steps." in text
+    code, text = run.command("run", str(run.config), "--accept", "learner.lrr")
+    assert code == 2 and "--accept learner.lrr: the run has no such field; did you mean learner.lr?" in text
     assert run.alive() == []
 
 
 @pytest.mark.parametrize(
-    ("name", "path", "acceptable"),
+    ("name", "field", "acceptable"),
     [
-        ("tasks.jsonl", "inputs.task.path", False),
-        ("model/model.safetensors", "inputs.model/model.safetensors", False),
-        ("model/tokenizer_config.json", "inputs.model/tokenizer_config.json", False),
-        ("judge.py", "inputs.task.reward", True),
+        ("tasks.jsonl", "task.dataset_sha256", True),
+        ("judge.py", "task.reward_sha256", True),
+        ("model/chat_template.jinja", "model.chat_template_sha256", True),
+        ("model/model.safetensors", "model.weights_sha256", False),
+        ("model/config.json", "model.config_sha256", False),
+        ("model/tokenizer.json", "model.tokenizer_sha256", False),
     ],
 )
 def test_a_changed_input_is_refused_by_its_digest_and_accepted_only_where_nothing_depends_on_the_old_one(
-    judged: tuple[TinyRun, int, str], name: str, path: str, acceptable: bool
+    judged: tuple[TinyRun, int, str], name: str, field: str, acceptable: bool
 ) -> None:
     run, *_ = judged
     file = run.root / name
+    new = not file.exists()
+    if new:
+        file.touch()
     data = bytearray(file.read_bytes())
     if name == "model/model.safetensors":
         data[-1] ^= 1
@@ -351,11 +359,15 @@ def test_a_changed_input_is_refused_by_its_digest_and_accepted_only_where_nothin
         data += b"\n"
     with edited(file, bytes(data)):
         code, text = run.command("ledger", str(run.config))
-        assert code == 2 and f"another configuration ({path}: " in text and "… -> " in text
-        if not acceptable:
-            code, text = run.command("ledger", str(run.config), "--accept-config-change")
-            assert code == 2 and f"run 'tiny': {path} cannot change within a run, what is recorded already depends on it" in text
-            assert "restore it, or start a new run under another run.id and run.dir" in text
+        assert code == 2 and f"another configuration ({field}: " in text and "… -> " in text
+        if acceptable:
+            assert f"accept each change by its name: --accept {field}." in text
+        else:
+            code, text = run.command("ledger", str(run.config), "--accept", field)
+            assert code == 2 and f"{field} cannot change within a run: " in text
+            assert "Restore it, or start a new run under another run.id and run.dir" in text
+    if new:
+        file.unlink()
 
 
 def test_an_accepted_change_is_a_revision_from_the_first_unplanned_step_and_replay_uses_it(
@@ -363,9 +375,13 @@ def test_an_accepted_change_is_a_revision_from_the_first_unplanned_step_and_repl
 ) -> None:
     run, *_ = judged
     changes = ("--set", "learner.lr=1e-3", "--set", "run.steps=3", "--set", "task.reward=judge.py:good")
+    fields = ("learner.lr", "run.steps", "task.reward", "task.reward_sha256", "task.dataset_sha256")
+    accepted = [f"--accept={field}" for field in fields]
+    with (run.root / "tasks.jsonl").open("a") as file:
+        file.write('{"prompt": "sort 1:", "answer": "1"}\n')
     with (run.root / "judge.py").open("a") as file:
         file.write("\n# a harmless edit\n")
-    code, text = run.run("--no-report", *changes, "--accept-config-change")
+    code, text = run.run("--no-report", *changes, *accepted)
     assert code == 0 and "audit: clean" in text, f"{text}\n{run.tails()}"
     assert main(["status", "--json", str(run.dir)]) == 0
     state = json.loads(capsys.readouterr().out)

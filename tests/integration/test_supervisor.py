@@ -88,7 +88,7 @@ def test_another_configuration_is_refused_with_its_difference_and_exit_code_2(fi
     run, _ = finished
     code, output = run.run("--set", "run.steps=4")
     assert code == 2
-    assert "ledger refuses to start" in output and "config.run.steps: 3 -> 4" in output
+    assert "ledger refuses to start" in output and "run.steps: 3 -> 4" in output
     assert run.alive() == []
 
 
@@ -99,7 +99,7 @@ def test_more_steps_are_made_when_the_change_is_accepted_and_a_terminal_gets_the
     ours, theirs = pty.openpty()
     env = environment(TERM="xterm-256color", COLUMNS="160", LINES="40")
     process = subprocess.Popen(
-        [*ROLLBOOK, "run", str(run.config), "--set", "run.steps=4", "--accept-config-change", "--no-report"],
+        [*ROLLBOOK, "run", str(run.config), "--set", "run.steps=4", "--accept", "run.steps", "--no-report"],
         env=env, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=run.root,
     )  # fmt: skip
     os.close(theirs)
@@ -118,7 +118,7 @@ def test_more_steps_are_made_when_the_change_is_accepted_and_a_terminal_gets_the
 
 
 def test_a_stalled_run_is_reported_with_the_stacks_of_every_role_then_drains_and_goes_on(tiny: TinyRun) -> None:
-    tiny.failpoints = {"worker.after_lease": "pause:600@2"}
+    tiny.failpoints = {"worker.after_lease": "delay:600@2"}
     limits = ["--set", "supervisor.stall_s=4", "--set", "supervisor.drain_s=3"]
     tiny.start(*limits)
     tiny.wait_fired("worker.after_lease@2")
@@ -169,7 +169,7 @@ def test_a_second_signal_kills_at_once_also_while_the_roles_start(tiny: TinyRun)
 
 
 def test_roles_die_with_their_supervisor_and_the_next_one_ends_what_is_left(tiny: TinyRun) -> None:
-    tiny.failpoints = {"worker.after_lease": "pause:600@2"}
+    tiny.failpoints = {"worker.after_lease": "delay:600@2"}
     tiny.start()
     tiny.wait_fired("worker.after_lease@2")
     assert sorted(tiny.alive()) == ["feeder", "learner", "ledger", "worker-0"]
@@ -225,7 +225,7 @@ def test_a_ledger_server_that_hangs_is_replaced(tiny: TinyRun, monkeypatch: pyte
     """In this process, so that the bound can be short; the roles are processes all the same."""
     monkeypatch.setattr(local, "HANG_S_MIN", 6.0)
     monkeypatch.setattr(watchdog, "ANSWER_S", 2.0)
-    for name, value in environment(ROLLBOOK_FAILPOINTS="learner.before_plan=pause:1.5").items():
+    for name, value in environment(ROLLBOOK_FAILPOINTS="learner.before_plan=delay:1.5").items():
         monkeypatch.setenv(name, value)
     events: list[str] = []
     config = load_config(tiny.config, ["ledger.role_ttl_s=3.0"])

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,18 @@ import pytest
 from rollbook.cli.common import config_args, read_config
 from rollbook.cli.inspecting import story_lines
 from rollbook.cli.main import build_parser, main
-from rollbook.cli.maintaining import failpoints
+from rollbook.cli.maintaining import failpoint_rows
 from rollbook.core.config import Config, load_config
 from rollbook.core.errors import ConfigError
 from rollbook.core.records import Checkpoint, PolicyVersion, ResumePoint
+from rollbook.observe import failpoints
 from rollbook.report.progress import resume_line, shown_url, step_line
 from rollbook.report.regenerate import engines_that_made
-from run_support import CONFIG, MODEL, REPOSITORY, ROLLBOOK, environment
+from run_support import CONFIG, MODEL, ROLLBOOK, environment
 
 COMMANDS = (
     "run", "ledger", "worker", "learner", "feeder", "status", "audit", "why", "replay", "report", "evaluate", "regenerate",
-    "migrate", "doctor", "quarantine", "model",
+    "migrate", "doctor", "quarantine", "retry", "repair", "model",
 )  # fmt: skip
 
 
@@ -126,20 +128,44 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
     assert listing.wait(60) in (0, 1) and told == ""
 
 
-def test_every_failpoint_is_listed_with_its_places() -> None:
-    listed = failpoints()
-    package = REPOSITORY / "service" / "rollbook"
-    for name, places in listed.items():
-        assert not name.startswith("("), f"{name}: a name put together at run time cannot be armed from this list"
-        for place in places:
-            file, line = place.split(":")
-            assert f'failpoint("{name}")' in (package / file).read_text().splitlines()[int(line) - 1]
-    calls = sum(
-        file.read_text().count("failpoint(")
-        for file in package.rglob("*.py")
-        if file.name not in ("failpoints.py", "maintaining.py")
-    )
-    assert calls == sum(map(len, listed.values()))
+@pytest.fixture
+def nothing_armed() -> Iterator[None]:
+    failpoints.arm("")
+    yield
+    failpoints.arm("")
+
+
+@pytest.mark.usefixtures("nothing_armed")
+def test_every_failpoint_is_listed_with_what_a_crash_there_means(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--failpoints"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(failpoints.CATALOGUE)
+    (row,) = [line for line in lines if line.startswith("learner.checkpoint.after_rename ")]
+    assert "learner " in row and " L9 L12 " in row and row.endswith(failpoints.CATALOGUE[row.split()[0]].recovery)
+    assert main(["doctor", "--failpoints", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == failpoint_rows(None)
+
+
+@pytest.mark.usefixtures("nothing_armed")
+def test_doctor_says_which_failpoints_the_environment_and_a_configuration_arm(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allowed = ["--set", "run.chaos_allowed=true"]
+    configured = ["--set", "chaos.failpoints=learner.after_plan=crash@2,feeder.before_append=delay:1.5"]
+    words = [*ROLLBOOK, "doctor", str(config_file), *allowed, *configured, "--failpoints", "--json"]
+    env = environment(ROLLBOOK_FAILPOINTS="worker.after_lease=pause,feeder.before_append=raise")
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=True)
+    armed = {row["name"]: row["armed"] for row in json.loads(done.stdout) if row["armed"]}
+    assert armed == {"learner.after_plan": "crash@2", "worker.after_lease": "pause", "feeder.before_append": "raise"}
+    for wrong, told in (
+        ("chaos.failpoints=learner.after_plam=crash", "did you mean 'learner.after_plan'?"),
+        ("chaos.failpoints=learner.after_plan=crash@0", "NAME=ACTION@K"),
+        ("chaos.failpoints=learner.after_plan=explode", "error:ENOSPC"),
+    ):
+        assert main(["doctor", str(config_file), *allowed, "--set", wrong, "--failpoints"]) == 2
+        assert told in capsys.readouterr().err
+    assert main(["doctor", str(config_file), *configured, "--failpoints"]) == 2
+    assert "run.chaos_allowed = true" in capsys.readouterr().err
 
 
 def test_doctor_says_what_a_configuration_lacks(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.core.config import Config, config_from_json, differences, load_config
+from rollbook.core.changes import changed_fields, check_names, differences
+from rollbook.core.changes import refusal as why_refused
+from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.config_checks import AT_LEAST, CHOICES, ENGINE_DTYPES
 from rollbook.core.errors import ConfigError, UnsupportedSampling
 
@@ -220,5 +222,47 @@ def test_differences_name_what_changes_the_result_and_nothing_else(tmp_path: Pat
 
 
 def test_a_changed_input_is_named_by_the_beginning_of_its_digest() -> None:
-    stored, offered = (json.dumps({"config": {}, "inputs": {"task.path": digit * 64}}) for digit in "ab")
-    assert differences(stored, offered) == ["inputs.task.path: aaaaaaaaaaaa… -> bbbbbbbbbbbb…"]
+    stored, offered = (json.dumps({"config": {}, "inputs": {"task.dataset_sha256": digit * 64}}) for digit in "ab")
+    assert differences(stored, offered) == ["task.dataset_sha256: aaaaaaaaaaaa… -> bbbbbbbbbbbb…"]
+
+
+def test_places_of_inputs_cadence_of_checkpoints_and_what_a_fault_does_are_free(tmp_path: Path) -> None:
+    one = load(tmp_path)
+    free = (
+        "model.path=moved", "task.path=moved.jsonl", "task.heldout_path=moved.jsonl", "checkpoint.every_steps=3",
+        "checkpoint.keep=9", "learner.on_divergence=fork",
+    )  # fmt: skip
+    moved = load(tmp_path, *free)
+    assert moved.digest() == one.digest() and differences(one.to_json(), moved.to_json()) == []
+    files = [load(tmp_path, f"task.reward={place}") for place in ("judge.py:good", "elsewhere/judge.py:good", "judge.py:bad")]
+    assert files[0].digest() == files[1].digest() != files[2].digest()
+    assert differences(files[0].to_json(), files[1].to_json()) == []
+
+
+def test_a_field_that_a_later_release_adds_at_its_default_changes_neither_digest_nor_record(tmp_path: Path) -> None:
+    one = load(tmp_path)
+    older = json.loads(one.to_json())
+    del older["learner"]["rho_max"], older["sampling"]["top_k"], older["workers"][0]["probe_tolerance"]
+    assert changed_fields(json.dumps(older), one.to_json()) == {}
+    assert changed_fields(json.dumps({"config": older, "inputs": {}}), json.dumps({"config": json.loads(one.to_json())})) == {}
+    assert list(changed_fields(json.dumps(older), load(tmp_path, "learner.rho_max=3").to_json())) == ["learner.rho_max"]
+    assert config_from_json(json.dumps(older)).digest() == one.digest()
+
+
+def test_every_change_has_to_be_accepted_by_its_own_name() -> None:
+    changed = {"learner.lr": "1 -> 2", "workers[0].slots": "1 -> 2"}
+    assert why_refused("r", changed, [], ["learner.lr", "workers[0].slots", "run.steps"]) == ""
+    said = why_refused("r", changed, [], ["learner.lr", "learner", "workers"])
+    assert "(learner.lr: 1 -> 2; workers[0].slots: 1 -> 2); not accepted: workers[0].slots." in said
+    assert "--accept learner.lr --accept 'workers[0].slots'" in said
+    said = why_refused("r", changed | {"run.seed": "1 -> 2"}, ["run.seed"], [*changed, "run.seed"])
+    assert "run.seed cannot change within a run: the order of tasks" in said and "workers[0].slots: 1 -> 2" in said
+
+
+def test_a_name_that_no_field_has_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    record = json.dumps({"config": json.loads(load(tmp_path).to_json()), "inputs": {"task.reward_sha256": "0"}})
+    check_names(record, ["learner.lr", "task.reward_sha256", "task.dataset_sha256", "workers[0].slots", "task.settings.x"])
+    with pytest.raises(ConfigError, match="--accept learner.lrr: the run has no such field; did you mean learner.lr"):
+        check_names(record, ["learner.lrr"])
+    with pytest.raises(ConfigError, match="names look like"):
+        check_names(record, ["?"])

@@ -174,3 +174,5 @@ def test_bytes_are_deleted_only_outside_the_window_and_the_checkpoints(config, l
     assert kept == [0, 3, 6, 7, 8, 9]
     assert len(deleted) == 4 and "1.0.0123456789ab" in names(tmp_path)
     assert publisher.retain(0, 9, 2, [3, 8]) == []
+    behind = publisher.retain(1, 11, 2, [8])
+    assert [name.rsplit(".", 1)[0] for name in behind] == ["0.3", "0.6", "0.7"], "older lineages go by the same rule"

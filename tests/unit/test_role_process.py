@@ -129,6 +129,38 @@ def test_a_role_whose_supervisor_died_before_it_could_look_kills_itself(tmp_path
         assert (done.returncode, done.stdout) == expected, done.stderr
 
 
+STARTS_ONE = """
+import sys
+from pathlib import Path
+from rollbook.supervise.process import ProcessTable, start
+root = Path(sys.argv[1])
+start("role", ["sleep", "600"], root / "role.log", {}, ProcessTable(root / "processes.json"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("armed", "known", "running"),
+    [
+        ("supervisor.table.before_rename=crash", False, 0),
+        ("supervisor.start.before_spawn=crash", True, 0),
+        ("supervisor.start.after_spawn=crash", True, 1),
+        ("supervisor.table.before_rename=crash@2", True, 1),
+    ],
+)
+def test_what_a_supervisor_had_started_when_it_died_is_found_and_ended(
+    tmp_path: Path, armed: str, known: bool, running: int
+) -> None:
+    env = environment(ROLLBOOK_FAILPOINTS=armed)
+    done = subprocess.run([sys.executable, "-c", STARTS_ONE, str(tmp_path)], env=env, timeout=BOUND_S, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = ProcessTable(tmp_path / "processes.json").records()
+    assert list(left) == (["role"] if known else [])
+    for record in left.values():
+        assert len(record.tree()) == running
+        record.kill_tree()
+        wait_until("it is gone", lambda record=record: record.tree() == [], BOUND_S)
+
+
 def test_a_signal_is_sent_only_where_it_is_caught(table: ProcessTable, tmp_path: Path) -> None:
     catching = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: None)\nprint('ready', flush=True)\ntime.sleep(600)"
     process = started(table, tmp_path, sys.executable, "-c", catching)

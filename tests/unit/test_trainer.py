@@ -362,7 +362,7 @@ FORGOTTEN = {
     "tokens trained": _progress(tokens_trained=0),
     "steps skipped": _progress(steps_skipped=1),
     "largest ordinal trained": _progress(ordinal_max=10**6),
-    "configuration digest": lambda state, fresh: state.values.update(config_digest="0" * 64),
+    "configuration": lambda state, fresh: state.values.update(config_json=state.values["config_json"].replace("0.003", "0.001")),
 }
 """One entry per state that exists: puts it back to a new learner's. Chain and version digest: see test_checkpoint."""
 

@@ -86,6 +86,22 @@ def test_a_newer_head_is_loaded_before_the_next_lease(tmp_path: Path) -> None:
     assert sorted(versions) == [0, 0, 0, 0, 1, 1]
 
 
+def test_a_fork_takes_the_worker_back_to_the_shared_version_and_on_into_the_new_lineage(tmp_path: Path) -> None:
+    ledger = MemoryLedger([publish(tmp_path, 5)], (*ANSWERS, "7", "8", "9", "10"))
+    engine = ScriptedEngine(ledger)
+
+    def fork(requests: object) -> None:
+        if len(ledger.versions) == 1:
+            ledger.versions.append(publish(tmp_path, 2))
+        else:
+            ledger.versions.append(dataclasses.replace(publish(tmp_path, 3), lineage=1))
+
+    engine.on_generate = fork
+    work(worker_config(tmp_path), ledger, engine)
+    used = [(s.lineage, unpack_i32(s.trajectory.versions)[0]) for s in ledger.submitted.values()]
+    assert used == [(0, 5)] * 4 + [(0, 2)] * 4 + [(1, 3)] * 2
+
+
 def test_the_spool_of_a_dead_process_is_sent_before_an_engine_exists(tmp_path: Path) -> None:
     config = worker_config(tmp_path)
     dead = MemoryLedger([publish(tmp_path, 0)], ANSWERS[:4])

@@ -1,0 +1,106 @@
+"""Everything a simulated run consists of, drawn from its seed: configuration, weather, faults. Printed with every failure.
+
+Each seed enables a subset of the kinds of fault (swarm testing, Groce et al., ISSTA 2012): a mix of everything in every run
+would hide what only shows when one thing goes wrong and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass, field
+
+from rollbook.observe.failpoints import CATALOGUE
+from simulation.network import Weather
+
+ROLES = ("ledger", "feeder", "learner", "worker")
+
+
+@dataclass
+class Options:
+    """One run."""
+
+    seed: int
+    schedule: str = "bounded"
+    config_seed: int = 0
+    lag: int = 1
+    workers: int = 2
+    steps: int = 6
+    groups_per_step: int = 2
+    group_size: int = 2
+    slots: int = 2
+    minibatches: int = 2
+    checkpoint_every: int = 2
+    late_submit: str = "salvage"
+    straggler: str = "wait"
+    one_epoch: bool = False
+    no_verdict: float = 0.0
+    generate_s: tuple[float, float] = (0.2, 1.2)
+    server_locked: bool = True
+    """The database file is locked by its server, as SQLite's is; without, two servers may live, as on PostgreSQL."""
+    replaces_paused: bool = False
+    """The supervisor takes a paused process for lost and starts a successor beside it."""
+    weather: Weather = field(default_factory=Weather)
+    crash_rate: float = 0.0
+    """Chance of a crash at each crossing of a failpoint."""
+    crashes_max: int = 0
+    crash_at: dict[str, int] = field(default_factory=dict)
+    """Failpoint -> crossing at which its process dies."""
+    strikes: tuple[str, ...] = ()
+    """Kinds of faults the nemesis draws from."""
+    strike_every_s: float = 4.0
+    strikes_max: int = 0
+
+    def describe(self) -> str:
+        """The complete option set."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+
+    def unbroken(self) -> Options:
+        """The same configuration with nothing going wrong: what oracle W compares with."""
+        keep = ("schedule", "config_seed", "lag", "steps", "groups_per_step", "group_size", "minibatches", "one_epoch")
+        return Options(seed=0, **{name: getattr(self, name) for name in keep})
+
+
+WINDOWS = tuple(sorted(name for name, point in CATALOGUE.items() if point.role in ROLES))
+"""Failpoints of the simulated roles; each seed dies at one of them in turn."""
+
+STRIKES = (
+    "kill", "kill", "kill_all", "pause", "pause_long", "power_loss", "disk_error", "disk_full", "database_error", "cut_off",
+    "clock_worker", "clock_ledger", "second_learner", "second_server",
+)  # fmt: skip
+
+
+def draw(seed: int, *needs: str) -> Options:
+    """The options of a seed, with the kinds of faults in ``needs`` among its own."""
+    rng = random.Random(f"options.{seed}")
+    o = Options(seed=seed)
+    o.schedule = rng.choice(("bounded", "fixed"))
+    if o.schedule == "fixed":  # few configurations, so that their unbroken runs can be kept
+        o.config_seed, o.lag = rng.choice(((0, 1), (1, 1), (0, 2), (2, 0)))
+    else:
+        o.config_seed, o.lag = rng.randrange(1000), rng.choice((1, 1, 2, 4))
+        o.steps, o.groups_per_step, o.group_size = rng.randint(4, 7), rng.choice((1, 2, 2)), rng.choice((2, 2, 3))
+        o.minibatches = rng.choice((1, 2)) if o.groups_per_step > 1 else 1
+        o.no_verdict = rng.choice((0.0, 0.0, 0.1))
+        o.straggler = rng.choice(("wait", "wait", "drop"))
+    o.workers, o.slots = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 4))
+    o.checkpoint_every = rng.choice((1, 2, 2, 3))
+    o.late_submit = rng.choice(("salvage", "salvage", "strict"))
+    o.one_epoch = rng.random() < 0.2 and o.no_verdict == 0.0 and o.straggler == "wait" and o.schedule == "fixed"
+    o.server_locked = rng.random() < 0.5
+    o.replaces_paused = rng.random() < 0.5
+    if rng.random() < 0.6:
+        o.weather = Weather(*(rng.choice((0.0, rng.random() * 0.08)) for _ in range(4)), very_late=rng.choice((0.0, 0.03)))
+    if rng.random() < 0.5:
+        o.crash_rate, o.crashes_max = rng.choice((0.002, 0.01, 0.03)), rng.randint(1, 6)
+    o.crash_at[WINDOWS[seed % len(WINDOWS)]] = 1 + seed // len(WINDOWS) % 3
+    for name in rng.sample(WINDOWS, rng.choice((0, 0, 1, 3))):
+        o.crash_at.setdefault(name, rng.choice((1, 1, 2, 3, 5)))
+    if rng.random() < 0.8:
+        o.strikes = tuple(rng.sample(STRIKES, rng.randint(1, 6)))
+        o.strikes_max = rng.randint(1, 8)
+        o.strike_every_s = rng.choice((1.0, 3.0, 8.0))
+    if needs:
+        o.strikes, o.strikes_max = tuple(dict.fromkeys((*needs, *o.strikes[:2]))), max(o.strikes_max, 4)
+        o.server_locked = o.server_locked and "second_server" not in needs
+    return o
