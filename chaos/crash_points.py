@@ -227,6 +227,21 @@ def table() -> Iterator[str]:
             yield f"| - | beside them | `{name}` | {_shown(tests[name])} |"
 
 
+def summary() -> Iterator[str]:
+    """One line per crash point: how many failpoints stand there, which tests die at them, how often a simulated process did."""
+    tests, windows = tests_by_failpoint(), crash_windows()
+    yield "| # | crash point | failpoints | died there in simulation | test files |"
+    yield "|---|---|---|---|---|"
+    for number, text in CRASH_POINTS.items():
+        names = failpoints_of(number)
+        crashed = sum(windows.get(name, {}).get("crashed", 0) for name in names)
+        files = sorted({test.partition("::")[0].removeprefix("tests/") for name in names for test in tests[name]})
+        listed = ", ".join(f"`{file}`" for file in files if file.endswith(".py"))
+        if number in IMPOSSIBLE:
+            text, listed = f"{text} Impossible: {IMPOSSIBLE[number][0]}", listed or f"`{IMPOSSIBLE[number][1]}`"
+        yield f"| {number} | {text} | {len(names)} | {crashed} | {listed} |"
+
+
 def _shown(tests: list[str]) -> str:
     return "<br>".join(f"`{test.removeprefix('tests/')}`" for test in tests) or "**none**"
 
@@ -234,7 +249,12 @@ def _shown(tests: list[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="print what is missing instead; exit 1 when anything is")
-    if parser.parse_args().check:
+    parser.add_argument("--summary", action="store_true", help="one line per crash point")
+    arguments = parser.parse_args()
+    if arguments.summary:
+        print("\n".join(summary()))
+        return 0
+    if arguments.check:
         missing = list(problems())
         print("\n".join(missing) if missing else f"{len(CRASH_POINTS)} crash points, {len(CATALOGUE)} failpoints: complete")
         return 1 if missing else 0

@@ -251,3 +251,17 @@ def test_closing_a_fenced_server_lets_its_storage_go(damaged: Bench) -> None:
     assert not s.ledger._writer._thread.is_alive()
     assert s.ledger._database.reader.pool.checkedin() == 0
     damaged.open("successor", supersede="server-0").attach("run")
+
+
+def test_time_goes_on_from_the_newest_row_when_the_clock_of_a_successor_is_behind(sqlite_bench: Bench) -> None:
+    """The last renewal of the dead server's term is older than what it wrote after it. PostgreSQL keeps the time itself."""
+    s = sqlite_bench.scene(groups_per_step=1, group_size=2)
+    s.feed(1)
+    sqlite_bench.let_time_pass(2.0)
+    s.submit(s.lease(2))
+    s.plan(1)
+    ((planned,),) = sqlite_bench.rows("SELECT planned_at_us FROM plan")
+    sqlite_bench.crash(s, -600.0)
+    s.finish(1)
+    ((finished,),) = sqlite_bench.rows("SELECT finished_at_us FROM plan_outcome")
+    assert finished >= planned

@@ -30,10 +30,15 @@ def the_interval_is_only_tried(original: Any) -> Any:
     return checkpoint
 
 
-@mutant("rollbook.learner.resume", "compare_cursor")
+@mutant("rollbook.learner.trainer", "Trainer.note")
 def the_data_position_is_not_looked_at(original: Any) -> Any:
-    """SkyRL#2010: a resume keeps the step and passes over the data position."""
-    return lambda progress, ledger: None
+    """SkyRL#2010: a checkpoint keeps the step and passes over the data position."""
+
+    def note(self: Any, **changes: Any) -> None:
+        changes.pop("cursor", None)
+        original(self, **changes)
+
+    return note
 
 
 @mutant("rollbook.learner.trainer", "Trainer.load_state_dict")

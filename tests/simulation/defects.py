@@ -30,6 +30,7 @@ from rollbook.ledger.dialects import Database
 from rollbook.ledger.feeding import Feeding
 from rollbook.ledger.ledger import Ledger
 from rollbook.ledger.writer import Txn, Writer
+from rollbook.observe.failpoints import failpoint
 from rollbook.rollout import worker
 from rollbook.rollout.delivery import Delivery
 from rollbook.tasks.stream import TaskStream
@@ -139,7 +140,8 @@ def row_before_rename() -> Iterator[None]:
 
             def commit_first(term: Any, checkpoint: Any) -> Any:
                 done = commit(term, checkpoint)
-                host().sleep(1.0)
+                host().sleep(0.5)
+                failpoint("learner.checkpoint.after_row")
                 for late in waiting:
                     late()
                 return done
@@ -244,21 +246,19 @@ def digest_over_text() -> Iterator[None]:
         yield
 
 
-@defect("NeMo-RL 3480")
-def plan_made_again() -> Iterator[None]:
-    """A restarted learner's unfinished plan is thrown away and chosen anew from what is ready by now."""
+@defect("NeMo-RL 3480", "kill")
+def plans_made_again_instead_of_replayed() -> Iterator[None]:
+    """A restarted learner's steps behind its checkpoint are thrown away and planned anew from what is ready by now."""
     original = planning.Planning._plan
 
     def plan(self: Any, txn: Txn, term: Any, lineage: int, step: int) -> Any:
         known = self.__dict__.setdefault("_replanned", set())
-        if (term.epoch, step) not in known:
-            known.add((term.epoch, step))
-            c, i, o = t.plan.c, t.plan_item.c, t.plan_outcome.c
-            here = (o.run_id == self.run.run_id, o.lineage == lineage, o.step == step)
-            if txn.conn.execute(sa.select(o.step).where(*here)).first() is None:
-                txn.conn.execute(sa.delete(t.plan_item).where(i.run_id == self.run.run_id, i.lineage == lineage, i.step == step))
-                txn.conn.execute(sa.delete(t.plan).where(c.run_id == self.run.run_id, c.lineage == lineage, c.step == step))
-                self._watermark = 0
+        if term.epoch not in known:
+            known.add(term.epoch)
+            for table in (t.plan_item, t.plan_outcome, t.plan):
+                c = table.c
+                txn.conn.execute(sa.delete(table).where(c.run_id == self.run.run_id, c.lineage == lineage, c.step >= step))
+            self._watermark = 0
         return original(self, txn, term, lineage, step)
 
     with mock.patch.object(planning.Planning, "_plan", plan):
@@ -294,7 +294,7 @@ def optimizer_steps_not_restored() -> Iterator[None]:
         yield
 
 
-@defect("meta-pytorch/data 1437, verl 7401")
+@defect("meta-pytorch/data 1437, verl 7401", "kill")
 def epoch_edge_forgotten() -> Iterator[None]:
     """A stream restored exactly at the end of an epoch begins that epoch again."""
     original = TaskStream.__init__

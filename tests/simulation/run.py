@@ -14,6 +14,8 @@ import functools
 import gc
 import json
 import multiprocessing
+import os
+import platform
 import sys
 import tempfile
 import time
@@ -105,13 +107,10 @@ def judge(world: World) -> list[str]:
         if not result["equal"] or result["versions_missing"] or result["versions_compared"] != world.config.run.steps + 1:
             found.append(f"oracle R: {result}")
         tables = oracle.read_ledger(world.config.ledger.url, RUN_ID)
-    damaged = [c["dir_name"] for c in tables["checkpoint"] if c["state"] == "corrupt"]
-    if damaged:  # nothing that was flushed is ever damaged here
-        found.append(f"checkpoints were found damaged: {damaged}")
     found += [f"oracle: {text}" for text in
               oracle.findings(tables, world.dir, steps=world.config.run.steps, acks=world.acks)
               if not text.startswith("rewards: ")]  # fmt: skip
-    found += _rewards(tables)
+    found += [*_rewards(tables), *_tasks(tables)]
     if world.options.schedule == "fixed" and not found and world.options != world.options.unbroken():
         if oracle.identity(tables) != unbroken(_key(world.options)):
             found.append("oracle W: the run is not the unbroken run of its configuration")
@@ -130,6 +129,20 @@ def _rewards(tables: dict[str, list[dict[str, Any]]]) -> list[str]:
         if sample["reward"] != (answer if isinstance(answer, float) else answer.value):
             found.append(f"rewards: sample {key} has {sample['reward']}, its verifier says {answer}")
     return found
+
+
+def _tasks(tables: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Every epoch deals every task once before the next begins: none is skipped and none comes twice."""
+    groups = sorted(tables["prompt_group"], key=lambda g: g["ordinal"])
+    origins = [json.loads(g["task_json"])["task_origin"] for g in groups if g["refills"] is None]
+    size = max((origin["task_index"] for origin in origins), default=0) + 1
+    dealt: dict[int, list[int]] = {}
+    for origin in origins:
+        dealt.setdefault(origin["epoch"], []).append(origin["task_index"])
+    last = max(dealt, default=0)
+    wrong = [e for e, tasks in dealt.items() if len(set(tasks)) != len(tasks) or (e != last and len(tasks) != size)]
+    in_order = [origin["epoch"] for origin in origins] == sorted(origin["epoch"] for origin in origins)
+    return [f"tasks: epochs {wrong} deal a task twice or not at all: {dealt}"] if wrong or not in_order else []
 
 
 def _key(options: Options) -> tuple[Any, ...]:
@@ -206,6 +219,16 @@ class Coverage:
     def to_json(self) -> dict[str, Any]:
         """What ``chaos/results/crash_windows.json`` holds."""
         return {name: {"crossed": self.crossed[name], "crashed": self.crashed[name]} for name in WINDOWS}
+
+    def record(self, seeds: str) -> dict[str, Any]:
+        """One line of ``chaos/results/simulation.jsonl``."""
+        return {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()), "cores": os.cpu_count(), "python": platform.python_version(),
+            "torch": torch.__version__, "first": seeds.partition(":")[0], "seeds": self.seeds,
+            "findings": [f"seed {v.seed}: {v.findings[0].splitlines()[0]}" for v in self.failed], "deaths": self.deaths,
+            "simulated_h": round(self.simulated_s / 3600, 1), "cpu_s_per_seed": round(self.cpu_s / max(1, self.seeds), 2),
+            "faults": dict(self.struck), "windows": self.line(),
+        }  # fmt: skip
 
     def table(self) -> str:
         """Markdown: the totals, and the windows in which a process died least often."""
@@ -305,6 +328,7 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="take away what the finding of --seed does not need")
     parser.add_argument("--defects", action="store_true", help="play seeds against every planted defect and print the table")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--record", action="store_true", help="append the totals to chaos/results/simulation.jsonl")
     arguments = parser.parse_args()
     first, last = map(int, arguments.seeds.split(":"))
     if arguments.defects:
@@ -313,6 +337,9 @@ def main() -> int:
         coverage = _run_seeds(first, last, arguments.processes, arguments.minutes)
         print(coverage.table())
         (RESULTS / "crash_windows.json").write_text(json.dumps(coverage.to_json(), indent=1) + "\n")
+        if arguments.record:
+            with (RESULTS / "simulation.jsonl").open("a") as out:
+                out.write(json.dumps(coverage.record(arguments.seeds)) + "\n")
         return 1 if coverage.failed else 0
     options = draw(arguments.seed)
     verdict = play(options, keep_events=arguments.log)

@@ -23,6 +23,7 @@ from rollbook.cli.record import run_record
 from rollbook.cli.serving import serve_ledger
 from rollbook.core.config import Config, config_from_table
 from rollbook.core.errors import Fenced, LedgerLocked, NotReady, RoleHeld, Unavailable
+from rollbook.core.records import CheckpointState
 from rollbook.learner.loop import run_learner
 from rollbook.ledger.ledger import Ledger
 from rollbook.observe import failpoints
@@ -340,6 +341,12 @@ class World(Nemesis):
         elif method == "PublishVersion":
             version = pb.PublishVersionResponse.FromString(replies[0]).version
             self._told(("version", version.lineage, version.version), version.digest)
+
+        elif method == "MarkCheckpoint":
+            marked = pb.MarkCheckpointRequest.FromString(request)
+            if convert.enum_member(CheckpointState, marked.state) is CheckpointState.CORRUPT:
+                # Nothing that was flushed is ever damaged here, so a committed checkpoint has no excuse.
+                self.broken.append(f"checkpoint {marked.lineage}.{marked.step} was found damaged")
 
     def _told(self, what: tuple[str, int, int], answer: str) -> None:
         if self.told.setdefault(what, answer) != answer:

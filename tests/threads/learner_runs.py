@@ -56,10 +56,11 @@ class Service:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Stored metrics of every step without what a clock gave and what saving a checkpoint cost."""
-        return [
-            {name: value for name, value in step.items() if not ("seconds" in name or name.startswith(("checkpoint_", "finished_")))}
-            for step in self.ledger.step_metrics(0)
-        ]
+
+        def measured(name: str) -> bool:
+            return "seconds" in name or name.startswith(("checkpoint_", "finished_"))
+
+        return [{k: v for k, v in step.items() if not measured(k)} for step in self.ledger.step_metrics(0)]
 
     def rows(self, statement: str) -> list[tuple]:
         with self.ledger._read() as conn:

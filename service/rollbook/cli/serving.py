@@ -112,12 +112,15 @@ def _open_ledger(config: Config) -> Ledger:
 def write_run_files(config: Config, opened: RunRecord) -> None:
     """Leave the resolved configuration in the run directory, so that the directory alone names the run.
 
+    With it the places of today: what ``config`` may differ in from the opened record is where files and the database are now.
+
     Its revision gets a file of its own before the first step can be planned under it: a plan that is replayed after the
     configuration has changed is trained under what it was planned for (R15).
     """
     directory = Path(config.run.dir)
     content = json.loads(opened.config_json)
-    _replace(directory / "config.json", json.dumps(content, indent=1, sort_keys=True))
+    today = content | {"config": json.loads(config.to_json())}
+    _replace(directory / "config.json", json.dumps(today, indent=1, sort_keys=True))
     failpoint("ledger.files.before_revision")
     (directory / "revisions").mkdir(exist_ok=True)
     _fsync_directory(directory)

@@ -19,12 +19,16 @@ from typing import Any
 
 from rollbook.core.config import FREE, config_from_table, portable_reward
 from rollbook.core.errors import ConfigError
+from rollbook.core.idempotency import digest
 from rollbook.core.tables import join
 
 WEIGHTS, ARCHITECTURE, TOKENIZER = "model.weights_sha256", "model.config_sha256", "model.tokenizer_sha256"
 CHAT_TEMPLATE, DATASET, HELDOUT = "model.chat_template_sha256", "task.dataset_sha256", "task.heldout_sha256"
 REWARD = "task.reward_sha256"
 """Names of inputs: what a run reads beside its configuration."""
+
+_BY_FILE = "model/"
+"""Beginning of the names that the first release gave to the files of the model directory."""
 
 NEVER = {
     "learner.group_size": "every issued group has that many slots, and advantages are taken over them",
@@ -46,7 +50,8 @@ ONCE_ISSUED, ONCE_PUBLISHED = (TOKENIZER,), (ARCHITECTURE, WEIGHTS, "learner.dty
 def changed_fields(stored_json: str, offered_json: str) -> dict[str, str]:
     """``{name: "stored -> offered"}`` for every field that changes what is computed and differs between two records.
 
-    A field the stored record lacks, because an older release wrote it, has its default there. Digests are abbreviated.
+    A field the stored record lacks, because an older release wrote it, has its default there; an input it could not name is
+    not compared. Digests are abbreviated.
     """
     stored, offered = _resolved(json.loads(stored_json)), _resolved(json.loads(offered_json))
     out: dict[str, str] = {}
@@ -62,10 +67,29 @@ def changed_fields(stored_json: str, offered_json: str) -> dict[str, str]:
             out[path] = f"{_shown(a)} -> {_shown(b)}"
 
     walk("", stored, offered)
-    inputs = [table.get("inputs", {}) for table in (json.loads(stored_json), json.loads(offered_json))]
-    for name in sorted(inputs[0].keys() | inputs[1].keys()):
-        walk(name, inputs[0].get(name), inputs[1].get(name))
+    before, now = json.loads(stored_json).get("inputs", {}), json.loads(offered_json).get("inputs", {})
+    if any(name.startswith(_BY_FILE) for name in before):
+        before = _renamed(before)
+        now = {name: value for name, value in now.items() if name in before or name == HELDOUT}
+    for name in sorted(before.keys() | now.keys()):
+        walk(name, before.get(name), now.get(name))
     return out
+
+
+def _renamed(inputs: Mapping[str, str]) -> dict[str, str]:
+    """Inputs as the first release recorded them, file by file, under the names and digests of today.
+
+    Tokenizer and template cannot be told from its digests of files, and it had none of a procedural dataset.
+    """
+    files = {name.removeprefix(_BY_FILE): value for name, value in inputs.items() if name.startswith(_BY_FILE)}
+
+    def of(names: Collection[str]) -> str:
+        return digest("files", *(field for name in sorted(names) if name in files for field in (name, files[name])))
+
+    weights = [name for name in files if name.endswith(".safetensors")]
+    places = {"task.path": DATASET, "task.heldout_path": HELDOUT, "task.reward": REWARD}
+    out = {WEIGHTS: of(weights), ARCHITECTURE: of(["config.json", "generation_config.json"])}
+    return out | {places[name]: value for name, value in inputs.items() if name in places}
 
 
 def differences(stored_json: str, offered_json: str) -> list[str]:

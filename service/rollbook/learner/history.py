@@ -34,6 +34,8 @@ class Stray:
     step: int
     """Step whose result it holds; -1 where it holds none."""
     why: str
+    lineage: int = 0
+    """Of a version."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ def ahead_of(run_dir: Path, client: LedgerPort, position: Position) -> list[Stra
         manifest = _complete_manifest(directory)
         if manifest is not None and (why := _foreign(manifest, client, position)):
             found.append(Stray(directory, int(match[2]), why))
-    beyond = position.version + 1  # whose bytes may be there before its row
-    return found + [stray for stray in stray_versions(run_dir, position) if stray.step > beyond]
+    beyond = position.version + 1  # whose bytes may be there before its row; a lineage's row comes before its first bytes
+    versions = stray_versions(run_dir, position)
+    return found + [stray for stray in versions if stray.step > beyond or stray.lineage > position.point.lineage]
 
 
 def stray_versions(run_dir: Path, position: Position) -> list[Stray]:
@@ -103,9 +106,9 @@ def stray_versions(run_dir: Path, position: Position) -> list[Stray]:
     for directory, match in _directories(run_dir / "versions", _VERSION):
         lineage, version = int(match[1]), int(match[2])
         if lineage > position.point.lineage:
-            found.append(Stray(directory, version, f"lineage {lineage} is unknown to the ledger"))
+            found.append(Stray(directory, version, f"lineage {lineage} is unknown to the ledger", lineage))
         elif lineage == position.point.lineage and version > position.version:
-            found.append(Stray(directory, version, f"the ledger has published version {position.version} last"))
+            found.append(Stray(directory, version, f"the ledger has published version {position.version} last", lineage))
     return found
 
 

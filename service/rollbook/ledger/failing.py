@@ -22,6 +22,8 @@ from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
 REPORTS_MAX = 4096
+NOT_THE_PROMPT = {VerdictKind.DROPPED_STALE.value, VerdictKind.ORPHAN_VERSION.value}
+"""Verdicts of groups that were dropped for their version: the prompt has not failed."""
 
 
 class Failing(Feeding):
@@ -199,7 +201,7 @@ class Failing(Feeding):
             kinds = (
                 conn.execute(sa.select(v.kind).where(v.run_id == self.run.run_id, v.ordinal == older).distinct()).scalars().all()
             )
-            if VerdictKind.DROPPED_STALE.value not in kinds:
+            if not NOT_THE_PROMPT & set(kinds):
                 count += 1
             older = conn.execute(sa.select(g.refills).where(g.run_id == self.run.run_id, g.ordinal == older)).scalar_one_or_none()
         return count

@@ -114,8 +114,7 @@ class Roles(Failing):
         """Take the server's own role and load what is kept in memory; nothing is remembered unless it was committed."""
         asked = self._clock.monotonic()
         with self._database.reading() as conn:
-            if (last_sign := conn.execute(_fence_row(run_id, Role.LEDGER)).first()) is not None:
-                self._database.not_before(last_sign.renewed_at_us)
+            self._database.not_before(_newest_time_us(conn, run_id))
 
         def attach(txn: Txn) -> tuple[RunRecord, RoleTerm]:
             record = _load_run(txn.conn, run_id)
@@ -237,6 +236,26 @@ class Roles(Failing):
 
 def _fence_row(run_id: str, role: Role) -> sa.Select:
     return sa.select(t.fence).where(t.fence.c.run_id == run_id, t.fence.c.role == role.value)
+
+
+_STAMPED = (
+    (t.fence, "renewed_at_us"), (t.plan, "planned_at_us"), (t.plan_outcome, "finished_at_us"),
+    (t.policy_version, "published_at_us"), (t.checkpoint, "committed_at_us"), (t.cursor, "moved_at_us"),
+)  # fmt: skip
+"""Where the newest time of a run may stand: between two renewals of its term a server has written later ones elsewhere."""
+
+
+def _newest_time_us(conn: sa.Connection, run_id: str) -> int:
+    """The latest time the ledger has given out: a successor's clock, should it be behind, goes on from there.
+
+    Samples are left out: their table is the largest, and nothing is ordered by the time of their acceptance.
+    """
+    newest = [
+        sa.select(sa.func.max(table.c[name])).where(table.c.run_id == run_id).scalar_subquery() for table, name in _STAMPED
+    ]
+    e = t.event.c
+    newest.append(sa.select(e.at_us).where(e.run_id == run_id).order_by(e.seq.desc()).limit(1).scalar_subquery())
+    return max(value or 0 for value in conn.execute(sa.select(*newest)).one())
 
 
 def _expire_term(txn: Txn, run_id: str, term: RoleTerm) -> None:
