@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +18,9 @@ from rollbook.cli.serving import write_run_files
 from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigMismatch, LedgerBehind
 from rollbook.core.records import TASK_STREAM, Cursor, GroupSpec, PolicyVersion, Role, RunRecord
-from rollbook.learner.history import Position, ahead_of, refuse_when_ahead, strays_of
+from rollbook.learner.history import Position, ahead_of, move_aside, refuse_when_ahead, strays_of
 from rollbook.ledger.ledger import Ledger
+from rollbook.supervise.process import ProcessRecord, start_time
 
 LATER_FIELDS = {"learner": ("on_divergence", "fork_tolerance", "keep_orphans"), "checkpoint": ("mtbf_s",)}
 
@@ -117,3 +120,30 @@ def test_a_version_of_a_lineage_the_ledger_has_lost_proves_it_even_without_a_che
         refuse_when_ahead(run_dir, ledger)
     assert [stray.path for stray in strays_of(run_dir, ledger, Position.of(ledger), 0)] == [lost], "and a repair finds it"
     assert dataclasses.asdict(strays_of(run_dir, ledger, Position.of(ledger), 0)[0])["lineage"] == 1
+
+
+def test_a_repair_that_is_interrupted_anywhere_finds_the_rest_when_it_is_repeated(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "model", tmp_path / "run", steps=4)
+    ledger = MemoryLedger(config)
+    ledger.published[0] = PolicyVersion(0, 0, "0" * 64, "versions/0.0", "{}")
+    run_dir = Path(config.run.dir)
+    for name in ("spool/worker-0", "revisions", *(f"versions/0.{n}.aaaaaaaaaaaa" for n in (1, 2, 3))):
+        (run_dir / name).mkdir(parents=True)
+    (run_dir / "revisions" / "1.json").write_text("{}")
+    (run_dir / "spool" / "worker-0" / "w.00000001.sample").write_bytes(b"")
+    strays = strays_of(run_dir, ledger, Position.of(ledger), 0)
+    assert len(strays) == 5
+    for n, stray in enumerate(reversed(strays)):
+        assert len(strays_of(run_dir, ledger, Position.of(ledger), 0)) == 5 - n
+        move_aside(stray)
+    assert strays_of(run_dir, ledger, Position.of(ledger), 0) == []
+
+
+def test_a_role_that_leads_no_group_yet_is_killed_all_the_same() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        ProcessRecord("worker-0", child.pid, start_time(child.pid) or 0, "nobody has this").kill_tree()
+        assert child.wait(timeout=30) == -9
+    finally:
+        child.kill()
+        child.wait()

@@ -32,7 +32,6 @@ from rollbook.ledger.ledger import Ledger
 from rollbook.ledger.writer import Txn, Writer
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout import worker
-from rollbook.rollout.delivery import Delivery
 from rollbook.tasks.stream import TaskStream
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -208,7 +207,7 @@ def lease_token_used_again() -> Iterator[None]:
         yield
 
 
-@defect("DBOS 818, hexpm 1825")
+@defect("DBOS 818, hexpm 1825", "pause_long")
 def repetition_is_stored_again() -> Iterator[None]:
     """A late sample for a filled slot replaces what is stored instead of being compared with it."""
     judge, store = submitting.Submitting._judge, submitting.Submitting._store
@@ -313,13 +312,6 @@ def epoch_edge_forgotten() -> Iterator[None]:
 def server_writes_past_its_epoch() -> Iterator[None]:
     """A ledger server does not look at its own fence row."""
     with mock.patch.object(LedgerBase, "_guard", lambda self, conn: self._database.now_us(conn)):
-        yield
-
-
-@defect("verl 4199")
-def spool_not_sent() -> Iterator[None]:
-    """A worker forgets a finished rollout when the answer to its submission is lost."""
-    with mock.patch.object(Delivery, "send_spooled", lambda self: self._spool.discard(self._spool.load()) or 0):
         yield
 
 

@@ -64,6 +64,15 @@ class Options:
 WINDOWS = tuple(sorted(name for name, point in CATALOGUE.items() if point.role in ROLES))
 """Failpoints of the simulated roles; each seed dies at one of them in turn."""
 
+OPENED_BY = {
+    "learner.resume.before_adopt": "learner.checkpoint.after_rename",
+    "learner.resume.after_adopt": "learner.checkpoint.after_rename",
+    "learner.resume.between_clears": "learner.checkpoint.before_rename",
+    "learner.publish.between_clears": "learner.publish.before_rename",
+    "worker.spool.after_adopted": "worker.mid_spool",
+}
+"""Windows of recovery: a process comes by only after another one has died there."""
+
 STRIKES = (
     "kill", "kill", "kill_all", "pause", "pause_long", "power_loss", "disk_error", "disk_full", "database_error", "cut_off",
     "clock_worker", "clock_ledger", "second_learner", "second_server",
@@ -93,7 +102,10 @@ def draw(seed: int, *needs: str) -> Options:
         o.weather = Weather(*(rng.choice((0.0, rng.random() * 0.08)) for _ in range(4)), very_late=rng.choice((0.0, 0.03)))
     if rng.random() < 0.5:
         o.crash_rate, o.crashes_max = rng.choice((0.002, 0.01, 0.03)), rng.randint(1, 6)
-    o.crash_at[WINDOWS[seed % len(WINDOWS)]] = 1 + seed // len(WINDOWS) % 3
+    window = WINDOWS[seed % len(WINDOWS)]
+    o.crash_at[window] = 1 if window in OPENED_BY else 1 + seed // len(WINDOWS) % 3
+    if window in OPENED_BY:
+        o.crash_at[OPENED_BY[window]] = 2
     for name in rng.sample(WINDOWS, rng.choice((0, 0, 1, 3))):
         o.crash_at.setdefault(name, rng.choice((1, 1, 2, 3, 5)))
     if rng.random() < 0.8:
@@ -103,4 +115,6 @@ def draw(seed: int, *needs: str) -> Options:
     if needs:
         o.strikes, o.strikes_max = tuple(dict.fromkeys((*needs, *o.strikes[:2]))), max(o.strikes_max, 4)
         o.server_locked = o.server_locked and "second_server" not in needs
+    if window in ("learner.role_lost", "ledger.fence_lost"):
+        o.strikes, o.strikes_max, o.server_locked, o.replaces_paused = ("pause_long",), 8, False, True
     return o

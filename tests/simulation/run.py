@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from rollbook.core.errors import RollbookError
 from rollbook.core.packing import unpack_i32
 from rollbook.learner.replay import replay
 from rollbook.ledger.ledger import Ledger
@@ -87,6 +88,8 @@ def play(options: Options, *, keep_events: bool = False) -> Verdict:
         try:
             world.kernel.over = True
             verdict.findings = verdict.findings or judge(world)
+        except RollbookError as error:
+            verdict.findings = [f"not judged: {type(error).__name__}: {error}"]
         finally:
             verdict.event_hash, verdict.n_events = world.kernel.event_hash(), world.kernel.n_events
             verdict.simulated_s, verdict.events = world.kernel.now, world.kernel.events

@@ -250,7 +250,7 @@ class World(Nemesis):
         self.crossed[name] += 1
         due = self.options.crash_at.get(name) == self.crossed[name]
         by_chance = self._chances > 0 and self.rng.random() < self.options.crash_rate
-        if self.faults_over or not (due or by_chance):
+        if not due and (self.faults_over or not by_chance):
             return
         self.crashed[name] += 1
         self._chances -= by_chance

@@ -50,7 +50,7 @@ def repair(args: argparse.Namespace) -> int:
         term = acquire(ledger, Role.LEARNER, incarnation(), ttl_s, "", threading.Event(), wait_s=ttl_s + 1.0)
         assert term is not None, "only a stop makes acquire give up"
         with holding(ledger, term):
-            for stray in _show(config, ledger):
+            for stray in reversed(_show(config, ledger)):  # what proves the loss goes last: a repair that dies is repeated
                 print(f"moved {stray.path} to {move_aside(stray).name}")
     return 0
 

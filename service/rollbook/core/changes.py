@@ -68,12 +68,16 @@ def changed_fields(stored_json: str, offered_json: str) -> dict[str, str]:
 
     walk("", stored, offered)
     before, now = json.loads(stored_json).get("inputs", {}), json.loads(offered_json).get("inputs", {})
-    if any(name.startswith(_BY_FILE) for name in before):
+    if _is_by_file(before) and not _is_by_file(now):
         before = _renamed(before)
         now = {name: value for name, value in now.items() if name in before or name == HELDOUT}
     for name in sorted(before.keys() | now.keys()):
         walk(name, before.get(name), now.get(name))
     return out
+
+
+def _is_by_file(inputs: Collection[str]) -> bool:
+    return any(name.startswith(_BY_FILE) for name in inputs)
 
 
 def _renamed(inputs: Mapping[str, str]) -> dict[str, str]:

@@ -115,7 +115,8 @@ def stray_versions(run_dir: Path, position: Position) -> list[Stray]:
 def strays_of(run_dir: Path, client: LedgerPort, position: Position, revision: int) -> list[Stray]:
     """Everything a repair sets aside: what ``ahead_of`` finds, and then the versions, revisions and spooled samples beside it.
 
-    Spooled samples were leased in the lost history; their slots may not exist, or be leased to somebody else by now.
+    Spooled samples were leased in the lost history; their slots may not exist, or be leased to somebody else by now. What
+    proves the loss comes first: moved last, it lets a repair that was interrupted find the rest again.
     """
     ahead = ahead_of(run_dir, client, position)
     if not ahead:

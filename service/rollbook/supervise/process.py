@@ -113,8 +113,10 @@ class ProcessRecord:
     def kill_tree(self) -> None:
         """SIGKILL the process, its process group, and what it has started outside of it."""
         if self.alive():
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:  # forked a moment ago, it has no group of its own yet
+                self.signal(signal.SIGKILL)
         for pid in processes_with("ROLLBOOK_INCARNATION", self.incarnation):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
