@@ -27,7 +27,7 @@ from rollbook.observe.failpoints import CATALOGUE  # noqa: E402
 
 WINDOWS = REPOSITORY / "chaos" / "results" / "crash_windows.json"
 """Written by the simulation: failpoint to {"crossed": n, "crashed": n}."""
-NAMES_ONLY = ("tests/unit/test_failpoints.py", "tests/unit/test_cli.py", "tests/contract/test_failpoints.py")
+NAMES_ONLY = ("tests/unit/test_failpoint_actions.py", "tests/unit/test_cli.py", "tests/contract/test_failpoints.py")
 """Tests that speak about failpoints; nothing has to recover in them."""
 
 CRASH_POINTS: dict[str, str] = {
