@@ -7,7 +7,6 @@ digests included (sha256 over fields with an 8-byte little-endian length each). 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import struct
@@ -179,10 +178,11 @@ def _acknowledged(ledger: Ledger, acks: list[Row]) -> Iterator[str]:
             yield f"sample {key} was accepted from {ack['incarnation']}, but is stored from {sample['incarnation']}"
 
 
-def _words(ids: tuple[int, ...]) -> Iterator[str]:
-    """Runs of bytes as text; 256 and 257 are special and left out, what the model has beyond them has a name."""
-    for is_byte, part in itertools.groupby(ids, lambda i: i < 256):
-        yield bytes(part).decode(errors="replace") if is_byte else "".join(f"<unused{i}>" for i in part if i > 257)
+def _words(ids: tuple[int, ...]) -> Iterator[bytes]:
+    """The tokens as text: 256 and 257 are special and left out, what the model has beyond them has a name."""
+    for i in ids:
+        if i not in (256, 257):
+            yield bytes([i]) if i < 256 else f"<unused{i}>".encode()
 
 
 def rewards(ledger: Ledger) -> Iterator[str]:
@@ -190,7 +190,7 @@ def rewards(ledger: Ledger) -> Iterator[str]:
     for key in ledger.samples.keys() & ledger.payloads.keys():
         sample, tokens = ledger.samples[key], bytes(ledger.payloads[key]["token_ids"])
         ids = struct.unpack(f"<{len(tokens) // 4}i", tokens)
-        text = "".join(_words(ids)).strip()
+        text = b"".join(_words(ids)).decode(errors="replace").strip()
         answer = json.loads(ledger.groups[key[0]]["task_json"])["answer"].strip()
         if sample["reward_status"] != "given" or sample["reward"] != float(text == answer):
             yield f"sample {key} says {text!r} for {answer!r} and has reward {sample['reward']} ({sample['reward_status']})"
