@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 from ledger_support import Scene
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.records import ScheduleKind
 from rollbook.ledger import schema as t
 from rollbook.ledger.audit import CHECKS

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from ledger_support import STREAM, Scene, run_record, sample_for, version
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.cli.record import run_record as record_of
 from rollbook.cli.serving import serve_ledger
 from rollbook.core.config import load_config
@@ -134,7 +134,7 @@ def unbroken(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def _clock() -> Any:
-    from conftest import ManualClock
+    from ledger_bench import ManualClock
 
     return ManualClock()
 

@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from ledger_support import Scene, run_record, sample_for, version
 
-from conftest import Bench
+from ledger_bench import Bench
 from postgres_server import PostgresServer
 from rollbook.core.errors import Conflict, InvalidRequest, StorageFull, Unavailable
 from rollbook.core.records import SubmitOutcome

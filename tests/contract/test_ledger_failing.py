@@ -7,7 +7,7 @@ import json
 import pytest
 from ledger_support import STREAM, Scene, key, run_record, sample_for, version
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.errors import CursorMoved, InvalidRequest, NotReady, RunPaused, UnknownSlot
 from rollbook.core.records import (
     Blame,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from ledger_support import STREAM, Scene, group
 
-from conftest import WIDTH, Bench
+from ledger_bench import WIDTH, Bench
 from rollbook.core.errors import CursorMoved, InvalidRequest
 from rollbook.core.idempotency import sample_seed
 from rollbook.core.records import Cursor, GroupSpec, ScheduleKind, SlotKey

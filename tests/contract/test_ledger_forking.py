@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 from ledger_support import Scene, sample_for, version
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.errors import Conflict, Fenced, InvalidRequest, NotFound, NotReady
 from rollbook.core.records import (
     CheckpointState,

@@ -8,7 +8,7 @@ import threading
 import pytest
 from ledger_support import Scene, key, version
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.errors import InvalidRequest, StaleWeights
 from rollbook.core.records import PolicyVersion, ScheduleKind, SlotKey, SubmitOutcome
 

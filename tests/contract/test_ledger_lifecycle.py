@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.records import SlotKey
 
 

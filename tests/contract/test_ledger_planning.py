@@ -7,7 +7,7 @@ import threading
 import pytest
 from ledger_support import Scene, key, version
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.errors import DigestMismatch, InvalidRequest, NotFound, NotReady
 from rollbook.core.idempotency import chain_digest, genesis_digest, items_digest
 from rollbook.core.records import Plan, PlanOutcome, ScheduleKind, SubmitOutcome

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from ledger_support import Scene, key, trajectory, version
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.errors import ChainMismatch, Conflict, Fenced, InvalidRequest, NotFound, ReplayDiverged, UnknownSlot
 from rollbook.core.records import Checkpoint, CheckpointState, PlanOutcome, SlotKey, ToolCall, Trajectory
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from ledger_support import STREAM, Scene, group, run_record, version
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.errors import (
     ConfigMismatch,
     Fenced,

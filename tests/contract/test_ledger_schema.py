@@ -11,7 +11,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.schema import CreateTable
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.errors import ConfigError, SchemaTooNew, SchemaTooOld, UnsafeStorage
 from rollbook.core.host import Host
 from rollbook.ledger import dialects, migrate

@@ -9,7 +9,7 @@ import threading
 import pytest
 from ledger_support import Scene, sample_for, trajectory, version
 
-from conftest import Bench
+from ledger_bench import Bench
 from rollbook.core.errors import DigestMismatch, InvalidRequest, NotFound, UnknownSlot
 from rollbook.core.records import (
     LeaseGrant,

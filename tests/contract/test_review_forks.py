@@ -10,8 +10,7 @@ import sqlalchemy as sa
 from alembic import command
 from ledger_support import Scene, run_record, version
 
-from conftest import Bench, ManualClock
-from ledger_bench import create_database
+from ledger_bench import Bench, ManualClock, create_database
 from rollbook.core.host import host
 from rollbook.core.records import Blame, FailureReport, ForkVerdict, LeaseGrant, PlanOutcome, RewardStatus, Role, SlotKey
 from rollbook.ledger import migrate

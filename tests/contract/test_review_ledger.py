@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from ledger_support import STREAM, group, run_record, sample_for, trajectory
 
-from conftest import Bench, ManualClock
+from ledger_bench import Bench, ManualClock
 from rollbook.core.errors import InvalidRequest, NotReady, RunPaused, Unavailable
 from rollbook.core.records import Cursor, Role, SubmitOutcome
 from rollbook.ledger.submitting import check_trajectory

@@ -31,6 +31,7 @@ from rollbook.cli.main import main
 from rollbook.core.errors import StorageFull
 from rollbook.core.records import SubmitOutcome
 from rollbook.ledger import dialects
+from rollbook.ledger.migrate import head_revision
 from rollbook.rollout.delivery import Delivery
 from rollbook.rollout.leases import LeaseNote
 from rollbook.rollout.spool import Spool
@@ -127,18 +128,21 @@ def test_a_ledger_of_an_older_schema_says_migrate_and_one_of_a_newer_schema_says
     copied: Place, next_package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = copied.dir / "ledger.sqlite"
+    ours = head_revision()
+    theirs = f"{int(ours) + 1:04d}"
     before = digest_of(ledger)
     for command in ("audit", "run"):
         code, text = run_it(copied, command, package=next_package)
-        assert code == 2 and "the ledger has schema revision 0001, this package needs 0002; run `rollbook migrate`" in text
+        said = f"the ledger has schema revision {ours}, this package needs {theirs}; run `rollbook migrate`"
+        assert code == 2 and said in text
     assert digest_of(ledger) == before
-    assert run_it(copied, "migrate", package=next_package) == (0, "schema: at revision 0002\n")
+    assert run_it(copied, "migrate", package=next_package) == (0, f"schema: at revision {theirs}\n")
     code, text = run_it(copied, "status", package=next_package)
     assert code == 0 and "submits  accepted 2 " in text
     before = digest_of(ledger)
     for command in ("audit", "status", "migrate"):
         assert main([command, str(copied.config)]) == 2
-        said = "the ledger has schema revision 0002, this package knows up to 0001; upgrade rollbook"
+        said = f"the ledger has schema revision {theirs}, this package knows up to {ours}; upgrade rollbook"
         assert said in capsys.readouterr().err
     code, text = run_it(copied, "run")
     assert code == 2 and f"ledger refuses to start:\nrollbook ledger: {said}" in text

@@ -79,16 +79,23 @@ class Ledger(Roles, Status):
         if self._closed:
             return
         self._closed = True
+        try:
+            if release:
+                self._release()
+        finally:
+            self._bell.close()
+            self._writer.close()
+            self._database.close()
+
+    def _release(self) -> None:
         term = self._term
-        if release and term is not None and self._fenced is None:
-            try:
-                self._write(lambda txn: expire_term(txn, self.run.run_id, term))
-                failpoint("ledger.close.after_release")
-            except RollbookError as error:
-                log.warning("the ledger role was not released: %s", error, extra={"event": "release_failed"})
-        self._bell.close()
-        self._writer.close()
-        self._database.close()
+        if term is None or self._fenced is not None:
+            return
+        try:
+            self._write(lambda txn: expire_term(txn, self.run.run_id, term))
+            failpoint("ledger.close.after_release")
+        except RollbookError as error:
+            log.warning("the ledger role was not released: %s", error, extra={"event": "release_failed"})
 
     def __enter__(self) -> Ledger:
         return self
