@@ -307,6 +307,7 @@ class World(Nemesis):
         self._stop_server()
         if self.network.late:
             self.kernel.now += HOUR_S
+            self.roles["ledger"].finished = False
             self.start(self.roles["ledger"])
             self._settle(self._answering, 60)
             self.network.serving = 0
