@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -18,7 +17,7 @@ from rollbook.cli.preflight import check_run_dir, check_still_recorded
 from rollbook.core.changes import differences
 from rollbook.core.config import Config
 from rollbook.core.errors import Fenced, LedgerLocked, RoleHeld, ServerFenced, Unavailable
-from rollbook.core.host import host, incarnation, superseded
+from rollbook.core.host import fsync_directory, host, incarnation, superseded
 from rollbook.core.records import RunRecord
 from rollbook.learner.history import Stray, move_aside, refuse_when_ahead
 from rollbook.ledger.ledger import Ledger
@@ -123,7 +122,7 @@ def write_run_files(config: Config, opened: RunRecord) -> None:
     _replace(directory / "config.json", json.dumps(today, indent=1, sort_keys=True))
     failpoint("ledger.files.before_revision")
     (directory / "revisions").mkdir(exist_ok=True)
-    _fsync_directory(directory)
+    fsync_directory(directory)
     revision = directory / "revisions" / f"{opened.revision}.json"
     configuration = json.dumps(content["config"], sort_keys=True)
     if revision.exists() and differences(revision.read_text(), configuration):  # of a history this ledger has lost
@@ -144,16 +143,7 @@ def _replace(path: Path, text: str) -> None:
         failpoint("ledger.files.before_rename")
         temporary.rename(path)
         failpoint("ledger.files.after_rename")
-        _fsync_directory(path.parent)
+        fsync_directory(path.parent)  # a revision that vanished with the power would be taken for today's configuration
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _fsync_directory(path: Path) -> None:
-    """A revision that vanished with the power would be taken for today's configuration."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        host().fsync(fd, path)
-    finally:
-        os.close(fd)

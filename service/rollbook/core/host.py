@@ -85,6 +85,15 @@ def run_on(other: Host) -> None:
     _current.set(other)
 
 
+def fsync_directory(path: Path) -> None:
+    """Make a directory's entries durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        host().fsync(fd, path)
+    finally:
+        os.close(fd)
+
+
 def incarnation() -> str:
     """Id of this process: given by its supervisor, or made up."""
     return host().environ.get("ROLLBOOK_INCARNATION") or host().token()

@@ -27,13 +27,12 @@ import transformers
 from safetensors.torch import load_file
 
 from rollbook.core.errors import CheckpointDamaged, Conflict, NotFound
-from rollbook.core.host import host
+from rollbook.core.host import fsync_directory, host
 from rollbook.core.idempotency import genesis_digest
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Checkpoint, CheckpointState, ResumePoint, RoleTerm
 from rollbook.learner import rng
 from rollbook.learner.durable import (
-    fsync_directory,
     make_directory,
     promote,
     remove_directory,

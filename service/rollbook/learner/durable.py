@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollbook.core.host import host
+from rollbook.core.host import fsync_directory, host
 from rollbook.observe.failpoints import failpoint
 
 
@@ -46,15 +46,6 @@ def _named(path: Path) -> Iterator[None]:
 def fsync_file(path: Path) -> None:
     """Flush a file's data to storage."""
     fd = os.open(path, os.O_RDONLY)
-    try:
-        host().fsync(fd, path)
-    finally:
-        os.close(fd)
-
-
-def fsync_directory(path: Path) -> None:
-    """Flush a directory's entries to storage."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         host().fsync(fd, path)
     finally:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from rollbook.core.config import Config
 from rollbook.core.errors import DigestMismatch
-from rollbook.core.host import host
+from rollbook.core.host import fsync_directory, host
 from rollbook.core.idempotency import digest
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import PolicyVersion, RoleTerm
 from rollbook.core.weights import safetensors_digest
-from rollbook.learner.durable import fsync_directory, make_directory, promote, remove_directory, save_tensors
+from rollbook.learner.durable import make_directory, promote, remove_directory, save_tensors
 from rollbook.learner.model import Policy, dtype_of
 from rollbook.learner.state import tensors_digest
 from rollbook.observe.failpoints import failpoint

@@ -11,7 +11,8 @@ from pathlib import Path
 from rollbook.core.changes import differences
 from rollbook.core.config import Config, config_from_json
 from rollbook.core.errors import ConfigMismatch
-from rollbook.learner.durable import fsync_directory, make_directory, write_durably
+from rollbook.core.host import fsync_directory
+from rollbook.learner.durable import make_directory, write_durably
 from rollbook.observe.failpoints import failpoint
 
 

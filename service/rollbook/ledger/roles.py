@@ -229,7 +229,7 @@ class Roles(Failing):
                 self._check_term(txn, term, term.role)
             except Fenced:
                 return
-            _expire_term(txn, self.run.run_id, term)
+            expire_term(txn, self.run.run_id, term)
 
         self._write(release)
 
@@ -258,12 +258,9 @@ def _newest_time_us(conn: sa.Connection, run_id: str) -> int:
     return max(value or 0 for value in conn.execute(sa.select(*newest)).one())
 
 
-def _expire_term(txn: Txn, run_id: str, term: RoleTerm) -> None:
+def expire_term(txn: Txn, run_id: str, term: RoleTerm) -> None:
     where = (t.fence.c.run_id == run_id, t.fence.c.role == term.role.value, t.fence.c.epoch == term.epoch)
     txn.conn.execute(sa.update(t.fence).where(*where).values(expires_at_us=txn.now_us, renewed_at_us=txn.now_us))
-
-
-expire_term = _expire_term
 
 
 def _load_run(conn: sa.Connection, run_id: str) -> RunRecord:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollbook.core.errors import DigestMismatch
-from rollbook.core.host import host
+from rollbook.core.host import fsync_directory, host
 from rollbook.core.records import FinishReason, RewardStatus, SandboxStatus, SlotKey, Submission, Trajectory
 from rollbook.observe.failpoints import failpoint
 
@@ -105,7 +105,7 @@ class Spool:
             os.replace(temporary, final)
             failpoint("worker.spool.between_renames")
         failpoint("worker.spool.before_directory_sync")
-        self._sync_directory()
+        fsync_directory(self._directory)
 
     def load(self) -> list[Submission]:
         """Everything unacknowledged, in the order it was made per incarnation; what cannot be sent is set aside, loudly."""
@@ -141,7 +141,7 @@ class Spool:
         aside = path.with_name(path.name + ".aside")
         os.replace(path, aside)
         failpoint("worker.spool.after_aside")
-        self._sync_directory()
+        fsync_directory(self._directory)
         log.error(
             "spooled sample set aside: it will not be sent; its slot is generated again",
             extra={"event": "spool_set_aside", "file": str(aside), "reason": reason},
@@ -149,10 +149,3 @@ class Spool:
 
     def _path(self, submission: Submission) -> Path:
         return self._directory / f"{submission.incarnation}.{submission.sequence:08d}.sample"
-
-    def _sync_directory(self) -> None:
-        fd = os.open(self._directory, os.O_RDONLY)
-        try:
-            host().fsync(fd, self._directory)
-        finally:
-            os.close(fd)
