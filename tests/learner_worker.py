@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from learner_support import GROUP_SIZE, VOCAB_SIZE
 from rollbook.core.config import Config
@@ -23,10 +25,14 @@ from rollbook.core.records import (
     PolicyVersion,
     RewardStatus,
     Role,
+    RunRecord,
     SandboxStatus,
     Submission,
     Trajectory,
 )
+from rollbook.ledger.ledger import Ledger
+from rollbook.rpc.client import LedgerClient
+from rollbook.rpc.server import serve
 
 
 def feed(ledger: LedgerPort, n_groups: int) -> None:
@@ -103,3 +109,27 @@ class Worker(threading.Thread):
 def steps_of(config: Config) -> int:
     """Groups the run needs."""
     return config.run.steps * config.learner.groups_per_step
+
+
+@contextmanager
+def service(config: Config, *, over_rpc: bool = False) -> Iterator[tuple[LedgerPort, Ledger]]:
+    """An open ledger with its groups and a worker; yields what the learner talks to, and the ledger itself."""
+    run_dir = Path(config.run.dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(f"sqlite:///{run_dir / 'ledger.sqlite'}", holder="server", role_ttl_s=60.0)
+    try:
+        ledger.open_run(RunRecord(config.run.id, config.digest(), config.to_json(), 0, config.rules()))
+        feed(ledger, steps_of(config) + config.learner.groups_per_step)
+        worker = Worker(ledger)
+        worker.start()
+        server = serve(ledger, "127.0.0.1:0", run_id=config.run.id) if over_rpc else None
+        client = LedgerClient(server.address, config.run.id) if server else None
+        try:
+            yield client or ledger, ledger
+        finally:
+            worker.stop()
+            if server and client:
+                client.close()
+                server.stop(1.0)
+    finally:
+        ledger.close()

@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,15 @@ import sqlalchemy as sa
 import torch
 
 from learner_support import GROUP_SIZE, make_config, make_model_dir
-from learner_worker import Worker, feed, steps_of
+from learner_worker import service
 from rollbook.core.errors import ReplayDiverged, Unavailable
-from rollbook.core.records import PlanOutcome, RunRecord
+from rollbook.core.records import PlanOutcome
 from rollbook.learner.loop import run_learner
 from rollbook.learner.replay import replay
 from rollbook.learner.trainer import StepResult, Trainer
 from rollbook.ledger import schema as t
-from rollbook.ledger.ledger import Ledger
 from rollbook.observe import failpoints
 from rollbook.observe.failpoints import FailpointRaised
-from rollbook.rpc.client import LedgerClient
-from rollbook.rpc.server import serve
 
 STEPS = 8
 CRASH = "learner.after_publish=raise@6"
@@ -95,30 +91,6 @@ class Lives:
             return ended
         finally:
             failpoints.arm("")
-
-
-@contextmanager
-def service(config, *, over_rpc: bool = False):
-    """An open ledger with its groups and a worker; yields what the learner talks to, and the ledger itself."""
-    run_dir = Path(config.run.dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(f"sqlite:///{run_dir / 'ledger.sqlite'}", holder="server", role_ttl_s=60.0)
-    try:
-        ledger.open_run(RunRecord(config.run.id, config.digest(), config.to_json(), 0, config.rules()))
-        feed(ledger, steps_of(config) + config.learner.groups_per_step)
-        worker = Worker(ledger)
-        worker.start()
-        server = serve(ledger, "127.0.0.1:0", run_id=config.run.id) if over_rpc else None
-        client = LedgerClient(server.address, config.run.id) if server else None
-        try:
-            yield client or ledger, ledger
-        finally:
-            worker.stop()
-            if server and client:
-                client.close()
-                server.stop(1.0)
-    finally:
-        ledger.close()
 
 
 def until(condition: Callable[[], object]) -> None:

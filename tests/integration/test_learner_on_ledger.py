@@ -5,22 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from learner_support import make_config, make_model_dir
-from learner_worker import Worker, feed, steps_of
-from rollbook.core.records import PlanOutcome, RunRecord
+from learner_worker import service
+from rollbook.core.records import PlanOutcome
 from rollbook.learner.checkpoint import CheckpointFiles
 from rollbook.learner.loop import run_learner
 from rollbook.learner.replay import replay
-from rollbook.ledger.ledger import Ledger
 from rollbook.observe import failpoints
 from rollbook.observe.failpoints import FailpointRaised
-from rollbook.rpc.client import LedgerClient
-from rollbook.rpc.server import serve
 
 STEPS = 5
 
@@ -33,30 +29,6 @@ def model_dir(tmp_path_factory):
 def fixed_config(model_dir, run_dir, lag: int = 1):
     config = make_config(model_dir, run_dir, steps=STEPS, every_steps=2)
     return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, kind="fixed", lag_versions=lag))
-
-
-@contextmanager
-def service(config, *, over_rpc: bool = False):
-    """An open ledger with its groups, and a worker; yields the ledger or a client of its server."""
-    run_dir = Path(config.run.dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(f"sqlite:///{run_dir / 'ledger.sqlite'}", holder="server", role_ttl_s=60.0)
-    try:
-        ledger.open_run(RunRecord(config.run.id, config.digest(), config.to_json(), 0, config.rules()))
-        feed(ledger, steps_of(config) + config.learner.groups_per_step)
-        worker = Worker(ledger)
-        worker.start()
-        server = serve(ledger, "127.0.0.1:0", run_id=config.run.id) if over_rpc else None
-        client = LedgerClient(server.address, config.run.id) if server else None
-        try:
-            yield client or ledger
-        finally:
-            worker.stop()
-            if server and client:
-                client.close()
-                server.stop(1.0)
-    finally:
-        ledger.close()
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +74,12 @@ CRASHES = [
 def test_a_killed_run_in_fixed_lag_is_the_same_run(model_dir, tmp_path, monkeypatch):
     """Oracle W: with rollouts a function of key and version, crashes change nothing at all."""
     quiet = fixed_config(model_dir, tmp_path / "quiet")
-    with service(quiet) as ledger:
+    with service(quiet) as (ledger, _):
         live(quiet, ledger, monkeypatch, [""])
         expected = digests(ledger)
         assert ledger.audit() == []
     killed = fixed_config(model_dir, tmp_path / "killed")
-    with service(killed) as ledger:
+    with service(killed) as (ledger, _):
         live(killed, ledger, monkeypatch, [*CRASHES, ""])
         assert digests(ledger) == expected
         assert ledger.audit() == []
@@ -118,7 +90,7 @@ def test_a_killed_run_in_fixed_lag_is_the_same_run(model_dir, tmp_path, monkeypa
 @pytest.mark.parametrize("over_rpc", [False, True], ids=["in process", "over rpc"])
 def test_a_killed_run_in_bounded_lag_agrees_with_oracle_r(model_dir, tmp_path, monkeypatch, over_rpc):
     config = make_config(model_dir, tmp_path / "run", steps=STEPS, every_steps=2)
-    with service(config, over_rpc=over_rpc) as ledger:
+    with service(config, over_rpc=over_rpc) as (ledger, _):
         live(config, ledger, monkeypatch, [*CRASHES, ""])
         result = replay(config, ledger, STEPS)
         assert result["equal"] and result["versions_compared"] == STEPS + 1
@@ -135,9 +107,9 @@ def test_a_killed_run_in_bounded_lag_agrees_with_oracle_r(model_dir, tmp_path, m
 
 def test_a_run_goes_on_over_a_restart_of_the_ledger(model_dir, tmp_path, monkeypatch):
     config = fixed_config(model_dir, tmp_path / "run", lag=0)
-    with service(config) as ledger:
+    with service(config) as (ledger, _):
         live(config, ledger, monkeypatch, ["learner.before_plan=raise@4"])
-    with service(config) as ledger:
+    with service(config) as (ledger, _):
         monkeypatch.setenv("ROLLBOOK_INCARNATION", "after")
         monkeypatch.setenv("ROLLBOOK_SUPERSEDES", "life 0")
         failpoints.arm("")
