@@ -38,6 +38,7 @@ CRASH_POINTS: dict[str, str] = {
     "W5": "A worker sleeps past its leases, wakes up and submits.",
     "W6": "A call arrives twice, or after a later one.",
     "W7": "Tokens of a version arrive while the learner stands at an older checkpoint.",
+    "W8": "A worker dies between a tool's call, its effect and its recorded answer.",
     "S1": "The server dies while a group of calls shares a commit.",
     "S2": "The server starts again.",
     "S3": "The storage is full or fails while the ledger writes.",

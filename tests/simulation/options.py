@@ -76,6 +76,10 @@ UNREACHED = {
     "worker.spool.after_aside": "nothing in a spool is refused here: tests/unit/test_worker_crash_points.py",
     "learner.revision.before_rename": "the ledger server writes revisions first: tests/integration/test_learner_crash_points.py",
     "learner.revision.after_rename": "the ledger server writes revisions first: tests/integration/test_learner_crash_points.py",
+    "worker.tool.before_record": "simulated tasks have no tools: tests/unit/test_episodes.py",
+    "worker.tool.after_record": "simulated tasks have no tools: tests/unit/test_episodes.py",
+    "worker.tool.after_call": "simulated tasks have no tools: tests/unit/test_episodes.py",
+    "worker.tool.after_answer": "simulated tasks have no tools: tests/unit/test_episodes.py",
     "ledger.open.after_revision": "the configuration does not change here: tests/contract/test_ledger_crash_points.py",
 }
 """Windows that simulated runs do not come by, why, and where a process dies in them instead."""

@@ -1,7 +1,7 @@
-"""The configuration: one TOML file into frozen dataclasses; every field documented where it is declared.
+"""The configuration: one TOML file into frozen dataclasses, whose fields are declared in ``settings``.
 
-Owns defaults, relative paths and the digest of the resolved configuration; what a table may hold is checked in ``tables``
-and ``config_checks``. Never reads anything but the one file it is given.
+Owns relative paths and the digest of the resolved configuration; what a table may hold is checked in ``tables`` and
+``config_checks``. Never reads anything but the one file it is given.
 """
 
 from __future__ import annotations
@@ -11,285 +11,29 @@ import json
 import math
 import tomllib
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from rollbook.core.config_checks import check, check_sampling
+from rollbook.core.config_checks import check
 from rollbook.core.errors import ConfigError
 from rollbook.core.idempotency import digest
 from rollbook.core.records import RunRules, ScheduleKind
+from rollbook.core.settings import (
+    ChaosConfig,
+    CheckpointConfig,
+    EnvironmentConfig,
+    LearnerConfig,
+    LedgerConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    SandboxConfig,
+    ScheduleConfig,
+    SupervisorConfig,
+    TaskConfig,
+    WorkerConfig,
+)
 from rollbook.core.tables import apply_override, build
-
-
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    """Identity of the run and where its files live."""
-
-    id: str
-    """Name of the run; primary keys in the ledger begin with it."""
-    dir: str
-    """Run directory: checkpoints, versions, logs, spools. Relative paths start at the configuration file's folder."""
-    steps: int
-    """Optimizer steps to make in all; running again with more is an accepted revision."""
-    seed: int = 0
-    """Seed of everything: task order, per-sample seeds, learner RNG."""
-    chaos_allowed: bool = False
-    """Drills, and failpoints of ``[chaos]``, refuse a run that does not say true here."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The policy's starting point."""
-
-    path: str
-    """Local Hugging Face directory (config.json, safetensors, tokenizer)."""
-    chat_template: bool = False
-    """Render prompts through the tokenizer's chat template as one user message."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskConfig:
-    """Where prompts come from and how completions are judged."""
-
-    source: str
-    """``jsonl``, ``parquet`` or ``reasoning_gym``."""
-    path: str = ""
-    """Task file (jsonl, parquet)."""
-    name: str = ""
-    """Dataset name (reasoning_gym)."""
-    settings: dict = field(default_factory=dict)
-    """Settings passed to the procedural dataset (reasoning_gym), for example {min_terms = 2}."""
-    size: int = 1000
-    """Tasks per epoch of a procedural source."""
-    prompt_template: str = "{prompt}"
-    """Prompt text; fields of the task in braces."""
-    answer_field: str = "answer"
-    """Field of a task file that holds the expected answer."""
-    answer_pattern: str = ""
-    """Regular expression whose first group extracts the answer from the *task's* answer field; empty = all of it."""
-    completion_pattern: str = ""
-    """Regular expression whose last match's first group is the completion's answer; empty = the whole completion."""
-    reward: str = "rollbook.tasks.rewards:exact_match"
-    """Reward function as ``module:attribute`` or ``file.py:attribute``."""
-    heldout_path: str = ""
-    """Task file for greedy evaluation, never trained on; procedural sources use a disjoint seed when empty."""
-    heldout_size: int = 200
-    """Held-out tasks to evaluate."""
-    lookahead_groups: int = 0
-    """Unopened groups the feeder keeps waiting; 0 = twice the groups of a step."""
-    epochs: int = 0
-    """Passes over the tasks, each in its own order; 0 = as many as the steps need."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleConfig:
-    """Which version samples what."""
-
-    kind: str = "bounded"
-    """``bounded`` (newest loaded version, lag at most max_lag_versions) or ``fixed`` (exactly lag_versions behind)."""
-    max_lag_versions: int = 2
-    """Staleness bound of the bounded schedule (P5)."""
-    lag_versions: int = 1
-    """Lag of the fixed schedule; 0 = synchronous, 1 overlaps generation with training."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingConfig:
-    """How tokens are drawn. Anything that changes the distribution without the trainer knowing is refused."""
-
-    temperature: float = 1.0
-    """Logits are divided by it, in the engine and in the trainer."""
-    max_new_tokens: int = 16
-    """Longest completion."""
-    ignore_eos: bool = False
-    """Go on after end of sequence (masks nothing, so log-probs stay right)."""
-    top_p: float = 1.0
-    """Only 1.0: the engine would renormalise over a set the trainer does not know."""
-    top_k: int = 0
-    """Only 0 (off), for the same reason."""
-    min_p: float = 0.0
-    """Only 0.0, for the same reason."""
-    min_tokens: int = 0
-    """Only 0: it masks end of sequence and renormalises."""
-    repetition_penalty: float = 1.0
-    """Only 1.0."""
-    presence_penalty: float = 0.0
-    """Only 0.0."""
-    frequency_penalty: float = 0.0
-    """Only 0.0."""
-
-    def __post_init__(self) -> None:
-        check_sampling(self)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """One kind of rollout worker; ``[[workers]]`` may stand several times."""
-
-    engine: str
-    """``transformers`` or ``vllm``."""
-    count: int = 1
-    """Processes of this kind."""
-    slots: int = 64
-    """Slots leased, generated and submitted together."""
-    device: str = "cpu"
-    """``cpu`` or ``cuda``."""
-    dtype: str = "float32"
-    """Forward dtype: float64 (batch-independent on CPU), float32 or bfloat16."""
-    threads: int = 1
-    """CPU threads of the process; more than one per process spins on shared cores."""
-    max_model_len: int = 512
-    """Longest prompt plus completion, in tokens."""
-    gpu_memory_fraction: float = 0.35
-    """Share of the GPU the vLLM engine may take."""
-    kv_cache_gib: int = 1
-    """KV cache of the vLLM engine on CPU, GiB."""
-    enforce_eager: bool = True
-    """vLLM without graph capture: quicker start, slower decoding."""
-    batch_invariant: bool = False
-    """vLLM on CUDA with batch-invariant kernels: a rollout is a function of its key."""
-    probe_tolerance: float = 1e-3
-    """Largest mean absolute log-prob difference between the engine and the trainer on the version's probe (R18)."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerConfig:
-    """The optimizer step."""
-
-    groups_per_step: int
-    """Groups (prompts) a step trains on."""
-    group_size: int
-    """Rollouts per group; unit of the advantage."""
-    minibatches: int = 1
-    """Optimizer updates per step, on disjoint parts shuffled by the checkpointed RNG."""
-    micro_batch_size: int = 0
-    """Sequences per forward; 0 = a whole minibatch. Changes memory, not the loss."""
-    objective: str = "decoupled"
-    """Name in ``learner.objectives``."""
-    clip_low: float = 0.2
-    """Lower clip of the policy ratio."""
-    clip_high: float = 0.28
-    """Upper clip of the policy ratio."""
-    correction: str = "token_tis"
-    """Weights on pi_old / mu: ``token_tis``, ``none``, … in ``learner.corrections``."""
-    rho_max: float = 2.0
-    """Cap of the truncated importance weights."""
-    advantage: str = "group_mean_centred"
-    """Name in ``learner.advantages``."""
-    lr: float = 1e-4
-    """Peak learning rate."""
-    lr_schedule: str = "constant"
-    """``constant``, ``linear`` or ``cosine`` after the warm-up, down to ``lr_min_ratio`` at the last step."""
-    lr_min_ratio: float = 0.1
-    """Final learning rate as a share of ``lr``."""
-    warmup_steps: int = 5
-    """Steps of linear warm-up."""
-    beta1: float = 0.9
-    """AdamW."""
-    beta2: float = 0.95
-    """AdamW."""
-    eps: float = 1e-8
-    """AdamW."""
-    weight_decay: float = 0.0
-    """AdamW."""
-    grad_clip: float = 1.0
-    """Largest gradient norm."""
-    device: str = "cpu"
-    """``cpu`` or ``cuda``."""
-    dtype: str = "float32"
-    """Dtype of the master weights and the forward; logits and log-probs are float32 always."""
-    autocast: str = ""
-    """``bfloat16`` runs the forward under autocast; empty = off."""
-    publish_dtype: str = ""
-    """Dtype of published weights; empty = ``dtype``."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
-    threads: int = 1
-    """CPU threads of the process."""
-    deterministic: bool = True
-    """Deterministic kernels: what makes replay bitwise (P4)."""
-    on_divergence: str = "stop"
-    """When a replay after a crash gives other weights than the recorded ones: ``stop``, right where arithmetic is bitwise
-    and a difference is a fault, or ``fork``, which trains the recorded plans under a new lineage (R7)."""
-    fork_tolerance: float = 1e-4
-    """Largest ||replayed - recorded|| / ||recorded|| of published weights up to which a fork keeps samples of versions behind
-    it as if nothing had happened."""
-    keep_orphans: bool = False
-    """Keep those samples beyond the tolerance as well, at the lag of the path through the fork, instead of dropping them."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointConfig:
-    """When training state becomes durable."""
-
-    every_steps: int | str = 10
-    """Steps between checkpoints, the most that are replayed after a crash; ``"auto"`` chooses where saving and replaying
-    together cost least (Young, Daly), from what the learner measures and ``mtbf_s``."""
-    mtbf_s: float = 14_400.0
-    """Mean time between crashes of the learner that ``"auto"`` reckons with."""
-    keep: int = 3
-    """Committed checkpoints kept; at least 2."""
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerConfig:
-    """The ledger server and its database."""
-
-    url: str = ""
-    """``sqlite:///FILE`` or ``postgresql+psycopg://…``; empty = ``ledger.sqlite`` in the run directory."""
-    address: str = "127.0.0.1:0"
-    """host:port to listen on; port 0 picks a free one and writes it to the run directory."""
-    lease_ttl_s: float = 30.0
-    """A slot whose worker is silent this long is leased again."""
-    heartbeat_s: float = 5.0
-    """Interval of worker heartbeats."""
-    role_ttl_s: float = 15.0
-    """Term of a fenced role; a standby takes over this long after the holder's last sign of life."""
-    attempts_max: int = 3
-    """Attempts of one slot before its verdict."""
-    survivors_min: int = 0
-    """Fewest usable members of a group that is still trained; 0 = max(2, ceil(group_size / 2))."""
-    late_submit: str = "salvage"
-    """``salvage`` accepts a late sample whose slot is still empty; ``strict`` fences it."""
-    straggler: str = "wait"
-    """``wait`` (bounded) or ``drop`` for opened groups that would be too stale at the next step."""
-    straggler_wait_s: float = 60.0
-    """Bound of that wait."""
-    group_commit_max: int = 128
-    """Operations that share one durable commit."""
-    payload_bytes_max: int = 33_554_432
-    """Largest sample accepted."""
-    ordinals_per_partition: int = 100_000
-    """Width of a PostgreSQL partition."""
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisorConfig:
-    """Restarts on one machine."""
-
-    restarts_max: int = 10
-    """Deaths of one role within ``restarts_window_s`` after which the run stops with the first cause."""
-    restarts_window_s: float = 600.0
-    """Window of the restart budget; while no step is finished, older deaths count as well."""
-    backoff_s: float = 0.5
-    """First wait before a restart; doubles up to ``backoff_max_s``."""
-    backoff_max_s: float = 15.0
-    """Longest wait before a restart."""
-    drain_s: float = 20.0
-    """Grace of a graceful stop before SIGKILL."""
-    stall_s: float = 600.0
-    """No finished step for this long is reported loudly with a stack dump of every role."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChaosConfig:
-    """Faults at named places, for drills; needs ``run.chaos_allowed = true``."""
-
-    failpoints: str = ""
-    """``NAME=ACTION[@K]``, comma separated; ``rollbook doctor --failpoints`` lists the names. Actions: crash, raise, pause,
-    delay:SECONDS, error:ENOSPC, error:EIO; K counts crossings within a process."""
-    once: bool = True
-    """Each fires at most once over all processes of the run, by markers in ``chaos/`` of the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +45,8 @@ class Config:
     task: TaskConfig
     learner: LearnerConfig
     workers: tuple[WorkerConfig, ...]
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     sampling: SamplingConfig = SamplingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -330,6 +76,9 @@ class Config:
             straggler_wait_s=self.ledger.straggler_wait_s,
             tokens_max=max(w.max_model_len for w in self.workers),
             steps=self.run.steps,
+            infra_failures_max=self.ledger.infra_failures_max,
+            infra_window=self.ledger.infra_window,
+            breaker_pause_s=self.ledger.breaker_pause_s,
         )
 
     def to_json(self) -> str:

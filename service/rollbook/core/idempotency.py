@@ -57,3 +57,8 @@ def genesis_digest(run_id: str, config_seed: int) -> str:
 def sample_seed(config_seed: int, key: SlotKey) -> int:
     """Seed of one sample in [0, 2**31): a function of configuration and key alone, so a crash changes nothing (R2)."""
     return int(digest("seed", config_seed, key.ordinal, key.sibling)[:16], 16) % 2**31
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Seed of one turn of an episode in [0, 2**31); the first turn has the sample's own."""
+    return seed if turn == 0 else int(digest("turn", seed, turn)[:16], 16) % 2**31

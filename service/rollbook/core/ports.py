@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollbook.core.environments import RewardResult
 from rollbook.core.records import (
     Checkpoint,
     Cursor,
@@ -24,7 +25,6 @@ from rollbook.core.records import (
     PlanOutcome,
     PolicyVersion,
     ResumePoint,
-    RewardStatus,
     Role,
     RoleTerm,
     RunRecord,
@@ -259,7 +259,10 @@ class GenerationRequest:
 
     key: SlotKey
     prompt_ids: tuple[int, ...]
+    """Everything before the first sampled token: in a later turn, the trajectory so far is part of it."""
     seed: int
+    max_new_tokens: int | None = None
+    """Bound of this request; None is the sampling settings'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,19 +294,6 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RewardResult:
-    """A verifier's answer: a value, or no value with the reason why."""
-
-    value: float | None
-    status: RewardStatus = RewardStatus.GIVEN
-    evidence: str = ""
-
-    def __post_init__(self) -> None:
-        if (self.value is not None) != (self.status is RewardStatus.GIVEN):
-            raise ValueError(f"reward {self.value!r} with status {self.status.value!r}: a value goes with 'given' only")
 
 
 class Reward(Protocol):

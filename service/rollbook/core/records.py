@@ -44,16 +44,40 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TURNS = "turns"
+    """It called tools as often as it may."""
 
 
 class SandboxStatus(StrEnum):
-    """What happened to model-written code or tools; ``not_used`` where the task needs none."""
+    """What happened to model-written code or tools; ``not_used`` where the task needs none.
+
+    The ``infra_*`` ones and ``cancelled`` say nothing about the program: spawn (no sandbox could be made), setup (it failed
+    before the program began), lost (the sandbox or its owner vanished), overload (no free slot in time).
+    """
 
     NOT_USED = "not_used"
     OK = "ok"
-    PROGRAM_ERROR = "program_error"
-    TIMEOUT = "timeout"
-    INFRA_ERROR = "infra_error"
+    RUNTIME_ERROR = "runtime_error"
+    SYNTAX_ERROR = "syntax_error"
+    TIMEOUT_CPU = "timeout_cpu"
+    TIMEOUT_WALL = "timeout_wall"
+    OOM = "oom"
+    OUTPUT_LIMIT = "output_limit"
+    DISK_LIMIT = "disk_limit"
+    PROCESS_LIMIT = "process_limit"
+    EARLY_EXIT = "early_exit"
+    """It ended itself before it had answered what was asked."""
+    CRASHED = "crashed"
+    """Ended by a signal that no limit sent."""
+    INVALID_RESULT = "invalid_result"
+    """Its answer is not what the protocol allows: no JSON, too deep, too large."""
+    NO_CODE = "no_code"
+    """The completion holds no program."""
+    INFRA_SPAWN = "infra_spawn"
+    INFRA_SETUP = "infra_setup"
+    INFRA_LOST = "infra_lost"
+    INFRA_OVERLOAD = "infra_overload"
+    CANCELLED = "cancelled"
 
 
 class RewardStatus(StrEnum):
@@ -63,6 +87,8 @@ class RewardStatus(StrEnum):
     NO_VERDICT = "no_verdict"
     VERIFIER_ERROR = "verifier_error"
     INFRA_ERROR = "infra_error"
+    TIMEOUT = "timeout"
+    """The environment did not answer in its time."""
 
 
 class Blame(StrEnum):
@@ -159,6 +185,12 @@ class RunRules:
     """Largest number of completion tokens a sample may carry."""
     steps: int = 0
     """Optimizer steps the run is configured to make; the feeder and the fixed schedule stop there."""
+    infra_failures_max: float = 0.5
+    """Share of infrastructure failures at which the circuit breaker opens."""
+    infra_window: int = 64
+    """Outcomes it looks at."""
+    breaker_pause_s: float = 600.0
+    """An open breaker pauses the run after this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +338,9 @@ class Submission:
     generate_s: float
     verify_s: float
     evidence_json: str = "{}"
+    """What the verifier saw, the reward's parts, the sandbox's limits and usage."""
+    blame: Blame | None = None
+    """Whose failure the outcome was; None where nothing failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +362,14 @@ class FailureReport:
     status: RewardStatus
     blame: Blame
     reason: str
+    sandbox_status: SandboxStatus = SandboxStatus.NOT_USED
+    n_tokens: int = 0
+    """Completion tokens that were generated for nothing; 0 where it failed before."""
+    generate_s: float = 0.0
+    verify_s: float = 0.0
+    evidence_json: str = "{}"
+    final: bool = False
+    """True: another attempt cannot help (a call of an impure tool has no answer), so the slot gets its verdict at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from sqlalchemy import (
 )
 
 from rollbook.core.records import (
+    Blame,
     CheckpointState,
     FinishReason,
     ForkVerdict,
@@ -249,6 +250,7 @@ sample = _table(
     Column("verify_s", Double, nullable=False),
     Column("salvaged", Boolean(create_constraint=False), nullable=False),
     _int("accepted_at_us"),
+    Column("blame", String(20)),
     CheckConstraint("(reward IS NULL) = (reward_status <> 'given')", name="reward_only_when_given"),
     CheckConstraint("n_tokens > 0", name="has_tokens"),
     CheckConstraint("version_min >= 0 AND version_min <= version_max", name="versions_in_order"),
@@ -256,6 +258,7 @@ sample = _table(
     CheckConstraint(_among("reward_status", RewardStatus), name="reward_status"),
     CheckConstraint(_among("sandbox_status", SandboxStatus), name="sandbox_status"),
     CheckConstraint(_among("finish_reason", FinishReason), name="finish_reason"),
+    CheckConstraint(_among("blame", Blame), name="blame"),
     key=("ordinal", "sibling"),
     small=True,
 )
@@ -273,6 +276,32 @@ payload = _table(
     key=("ordinal", "sibling"),
 )
 """``versions`` holds one int32 when every token has the same version, else one per token."""
+
+failure = _table(
+    "failure",
+    *_slot(),
+    _int("lease_token"),
+    Column("attempt", Integer, nullable=False),
+    Column("incarnation", String(200), nullable=False),
+    Column("status", String(20), nullable=False),
+    Column("sandbox_status", String(20), nullable=False),
+    Column("blame", String(20), nullable=False),
+    _text("reason"),
+    Column("n_tokens", Integer, nullable=False),
+    Column("generate_s", Double, nullable=False),
+    Column("verify_s", Double, nullable=False),
+    _text("evidence_json"),
+    Column("final", Boolean(create_constraint=False), nullable=False),
+    _int("reported_at_us"),
+    CheckConstraint("lease_token >= 1 AND attempt >= 0 AND n_tokens >= 0", name="ranges"),
+    CheckConstraint("status <> 'given'", name="has_no_reward"),
+    CheckConstraint(_among("status", RewardStatus), name="status"),
+    CheckConstraint(_among("sandbox_status", SandboxStatus), name="sandbox_status"),
+    CheckConstraint(_among("blame", Blame), name="blame"),
+    Index("ix_failure_reported", "run_id", "reported_at_us"),
+    key=("ordinal", "sibling", "lease_token"),
+)
+"""One attempt at a slot that gave no sample: reported by its worker, or expired with its lease."""
 
 verdict = _table(
     "verdict",

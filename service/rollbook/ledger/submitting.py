@@ -285,7 +285,7 @@ class Submitting(Leasing):
                 "version_max": c.version_max, "n_tokens": trajectory.n_tokens, "reward": item.reward,
                 "reward_status": item.reward_status.value, "sandbox_status": item.sandbox_status.value,
                 "finish_reason": item.finish_reason.value, "generate_s": item.generate_s, "verify_s": item.verify_s,
-                "salvaged": salvaged, "accepted_at_us": txn.now_us,
+                "salvaged": salvaged, "accepted_at_us": txn.now_us, "blame": item.blame.value if item.blame else None,
             })  # fmt: skip
             payloads.append({
                 "run_id": run_id, "ordinal": item.key.ordinal, "sibling": item.key.sibling, "token_ids": trajectory.token_ids,

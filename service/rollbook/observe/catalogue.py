@@ -156,6 +156,13 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("worker.spool.after_aside", "W2",
      "A file that cannot be sent is out of the way; its slot is leased again, the successor leaves the file alone."),
     ("worker.spool.after_adopted", "W2", "A temporary file has got its name and was not sent; the successor sends it."),
+    # Worker: calls of tools.
+    ("worker.tool.before_record", "W8", "The turn is in memory only; the slot is leased again and generates it again."),
+    ("worker.tool.after_record", "W8",
+     "The call is recorded and did not run; a pure tool runs now, the slot of another kind of tool gets a verdict."),
+    ("worker.tool.after_call", "W8",
+     "The tool has run and its answer is lost; a pure one runs again, a slot of another kind gets a verdict."),
+    ("worker.tool.after_answer", "W8", "The answer is recorded; the successor goes on behind it and runs nothing again."),
     # Learner: role and start.
     ("learner.after_role", "L1", "The epoch is taken and nothing else happened; the successor takes a larger one."),
     ("learner.role_lost", "L12", "A newer epoch trains; this process writes nothing any more and ends."),

@@ -6,22 +6,24 @@ optimised; greedy rows are for measuring only and never become samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rollbook.core.config import Config, WorkerConfig
 from rollbook.core.errors import NotFound, NotReady, TaskError
 from rollbook.core.idempotency import sample_seed
-from rollbook.core.packing import unpack_i32
-from rollbook.core.ports import Engine, Generation, GenerationRequest, LedgerPort, SamplingSettings
-from rollbook.core.records import PolicyVersion, SlotKey
+from rollbook.core.packing import pack_i32
+from rollbook.core.ports import Engine, LedgerPort, SamplingSettings
+from rollbook.core.records import LeaseGrant, PolicyVersion, SlotKey
 from rollbook.rollout.engines import make_engine
+from rollbook.rollout.episodes import Episodes, Generate, Journal, Judge, RecordedCalls, play
+from rollbook.rollout.judges import open_judge
 from rollbook.rollout.probe import load_verified
-from rollbook.rollout.verify import make_decoder
 from rollbook.tasks.prompts import make_encoder
 from rollbook.tasks.sources import load_heldout, load_source
-from rollbook.tasks.verifier import make_verifier
+from rollbook.tasks.turns import make_codec
 
 if TYPE_CHECKING:
     from rollbook.rollout.transformers_engine import TransformersEngine
@@ -84,29 +86,38 @@ def evaluate_version(config: Config, ledger: LedgerPort, version: int, size: int
         tasks = [heldout[i] for i in range(min(size, len(heldout)))]
         encoder = make_encoder(config)
         prompts = [tuple(encoder.token_ids(task["prompt"], heldout.name(i))) for i, task in enumerate(tasks)]
-        requests = [
-            GenerationRequest(SlotKey(i, 0), prompt, sample_seed(config.run.seed + 1, SlotKey(i, 0)))
-            for i, prompt in enumerate(prompts)
-        ]
-        settings = SamplingSettings(config.sampling.temperature, config.sampling.max_new_tokens, config.sampling.ignore_eos)
-        greedy = _mean_reward(config, tasks, _batched(requests, lambda b: engine.greedy(b, settings.max_new_tokens)))
-        sampled = _mean_reward(config, tasks, _batched(requests, lambda b: engine.generate(b, settings)))
+        grants = [
+            LeaseGrant(
+                SlotKey(i, 0), 1, 1, 0.0, sample_seed(config.run.seed + 1, SlotKey(i, 0)), pack_i32(prompt), json.dumps(task),
+                chosen.lineage, chosen.version, chosen.digest,
+            )
+            for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
+        ]  # fmt: skip
+        judge = open_judge(config)
+        try:
+            settings = SamplingSettings(config.sampling.temperature, config.sampling.max_new_tokens, config.sampling.ignore_eos)
+            greedy = _mean_reward(config, judge, grants, lambda batch: engine.greedy(batch, settings.max_new_tokens))
+            sampled = _mean_reward(config, judge, grants, lambda batch: engine.generate(batch, settings))
+        finally:
+            judge.close()
     finally:
         engine.close()
     return {"version": chosen.version, "digest": chosen.digest, "n": len(tasks), "greedy": greedy, "sampled": sampled}
 
 
-def _batched(
-    requests: Sequence[GenerationRequest], run: Callable[[Sequence[GenerationRequest]], list[Generation]]
-) -> list[Generation]:
-    out: list[Generation] = []
-    for start in range(0, len(requests), BATCH):
-        out += run(requests[start : start + BATCH])
-    return out
+def episodes_of(config: Config, judge: Judge, journal: Journal, version: int, generate: Generate) -> Episodes:
+    """Episodes as the run's workers play them, recorded nowhere but in ``journal``."""
+    return Episodes(
+        run_id=config.run.id, judge=judge, codec=make_codec(config), journal=journal, generate=generate,
+        tokens_max=config.sampling.max_new_tokens, turns_max=config.environment.turns_max, version=lambda: version,
+    )  # fmt: skip
 
 
-def _mean_reward(config: Config, tasks: Sequence[dict], generations: Sequence[Generation]) -> float:
-    verify, decode = make_verifier(config), make_decoder(config.model.path)
-    values = [verify(decode(unpack_i32(g.trajectory.token_ids)), task).value for task, g in zip(tasks, generations, strict=True)]
-    given = [v for v in values if v is not None]
-    return sum(given) / len(given) if given else float("nan")
+def _mean_reward(config: Config, judge: Judge, grants: Sequence[LeaseGrant], generate: Generate) -> float:
+    """Mean over the tasks that got a verdict; NaN where none did."""
+    values: list[float] = []
+    for start in range(0, len(grants), BATCH):
+        batch = grants[start : start + BATCH]
+        finished = play(episodes_of(config, judge, RecordedCalls(), batch[0].version, generate), batch)
+        values += [f.result.value for f in finished if f.result is not None and f.result.value is not None]
+    return sum(values) / len(values) if values else float("nan")

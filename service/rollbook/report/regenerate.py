@@ -10,10 +10,12 @@ from rollbook.core.config import Config, WorkerConfig
 from rollbook.core.errors import ConfigError, NotFound
 from rollbook.core.idempotency import sample_seed
 from rollbook.core.packing import unpack_f32, unpack_i32
-from rollbook.core.ports import GenerationRequest, LedgerPort, SamplingSettings
-from rollbook.core.records import SlotKey
-from rollbook.report.evaluate import evaluation_worker, load_published
+from rollbook.core.ports import Engine, LedgerPort, SamplingSettings
+from rollbook.core.records import LeaseGrant, SampleData, SlotKey
+from rollbook.report.evaluate import episodes_of, evaluation_worker, load_published
 from rollbook.rollout.engines import make_engine
+from rollbook.rollout.episodes import Finished, RecordedCalls, play
+from rollbook.rollout.judges import open_judge
 
 
 def regenerate_sample(config: Config, ledger: LedgerPort, key: SlotKey, engine_name: str = "transformers") -> dict:
@@ -35,9 +37,7 @@ def regenerate_sample(config: Config, ledger: LedgerPort, key: SlotKey, engine_n
     engine = make_engine(config, worker)
     try:
         load_published(config, ledger, engine, versions[0], story["lineage"])
-        request = GenerationRequest(key, tuple(unpack_i32(stored.prompt_ids)), sample_seed(config.run.seed, key))
-        s = config.sampling
-        again = engine.generate([request], SamplingSettings(s.temperature, s.max_new_tokens, s.ignore_eos))[0].trajectory
+        again = _played(config, ledger, engine, stored, versions[0]).trajectory
     finally:
         engine.close()
     old, new = unpack_f32(stored.trajectory.logprobs), unpack_f32(again.logprobs)
@@ -53,6 +53,21 @@ def regenerate_sample(config: Config, ledger: LedgerPort, key: SlotKey, engine_n
         "stored_tokens": list(unpack_i32(stored.trajectory.token_ids)),
         "generated_tokens": list(unpack_i32(again.token_ids)),
     }
+
+
+def _played(config: Config, ledger: LedgerPort, engine: Engine, stored: SampleData, version: int) -> Finished:
+    """The rollout once more; its tools are not run, they answer what is recorded. Raises NotFound (it calls another tool now)."""
+    key, s = stored.key, config.sampling
+    settings = SamplingSettings(s.temperature, s.max_new_tokens, s.ignore_eos)
+    grant = LeaseGrant(key, 1, 1, 0.0, sample_seed(config.run.seed, key), stored.prompt_ids, "{}", 0, version, "")
+    judge = open_judge(config)
+    try:
+        journal = RecordedCalls(ledger.tool_calls(key), closed=True)
+        episodes = episodes_of(config, judge, journal, version, lambda requests: engine.generate(requests, settings))
+        episodes.judged = False
+        return play(episodes, [grant])[0]
+    finally:
+        judge.close()
 
 
 def engines_that_made(config: Config, story: dict) -> list[str]:

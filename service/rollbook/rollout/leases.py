@@ -57,4 +57,5 @@ class LeaseNote:
             log.warning("lease note unreadable, its slots expire", extra={"event": "note_unreadable", "reason": str(error)})
             return []
         reason = "its worker process died"
-        return [FailureReport(key, token, dead, RewardStatus.INFRA_ERROR, Blame.INFRA, reason) for key, token in held]
+        # No verdict, as after an expiry: a killed worker says nothing about sandboxes or rewards.
+        return [FailureReport(key, token, dead, RewardStatus.NO_VERDICT, Blame.INFRA, reason) for key, token in held]

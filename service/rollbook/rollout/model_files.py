@@ -107,8 +107,17 @@ def check_requests(
     if sampling.max_new_tokens < 1:
         raise InvalidRequest(f"max_new_tokens = {sampling.max_new_tokens}: at least 1")
     for request in requests:
-        if reason := prompt_error(request.prompt_ids, sampling.max_new_tokens, vocab_size, max_model_len):
+        if request.max_new_tokens is not None and not 1 <= request.max_new_tokens <= sampling.max_new_tokens:
+            raise InvalidRequest(
+                f"slot {request.key}: max_new_tokens = {request.max_new_tokens}; the settings say 1 to {sampling.max_new_tokens}"
+            )
+        if reason := prompt_error(request.prompt_ids, tokens_bound(request, sampling), vocab_size, max_model_len):
             raise InvalidRequest(f"slot {request.key}: {reason}")
+
+
+def tokens_bound(request: GenerationRequest, sampling: SamplingSettings) -> int:
+    """Most tokens this request may sample."""
+    return sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
 
 
 def prompt_error(prompt_ids: tuple[int, ...], max_new_tokens: int, vocab_size: int, max_model_len: int) -> str:

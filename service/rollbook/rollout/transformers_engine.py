@@ -26,7 +26,7 @@ from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.ports import Generation, GenerationRequest, SamplingSettings
 from rollbook.core.records import FinishReason, Trajectory
 from rollbook.observe.failpoints import failpoint
-from rollbook.rollout.model_files import ModelFiles, check_requests, check_shapes
+from rollbook.rollout.model_files import ModelFiles, check_requests, check_shapes, tokens_bound
 from rollbook.rollout.weights import read_weights, weights_digest
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -108,7 +108,8 @@ class TransformersEngine:
         check_requests(list(requests), sampling, self._files.vocab_size, self._max_model_len)
         if not requests:
             return []
-        n = sampling.max_new_tokens
+        bounds = [tokens_bound(request, sampling) for request in requests]
+        n = max(bounds)
         uniforms = torch.from_numpy(np.stack([sample_uniforms(r.seed, n) for r in requests])).to(self._device)
 
         def draw(logp: torch.Tensor, rows: torch.Tensor, t: int) -> torch.Tensor:
@@ -117,7 +118,7 @@ class TransformersEngine:
             return torch.searchsorted(cdf, target).squeeze(1).clamp_max(cdf.shape[1] - 1)
 
         stop_ids = () if sampling.ignore_eos else self._files.eos_ids
-        return self._generations(requests, self._decode(requests, n, sampling.temperature, stop_ids, draw))
+        return self._generations(requests, self._decode(requests, bounds, sampling.temperature, stop_ids, draw))
 
     def greedy(self, requests: Sequence[GenerationRequest], max_new_tokens: int) -> list[Generation]:
         """Most likely token at each position, for evaluation; never a training sample. Log-probs are those at T = 1."""
@@ -125,7 +126,8 @@ class TransformersEngine:
         check_requests(list(requests), settings, self._files.vocab_size, self._max_model_len)
         if not requests:
             return []
-        drawn = self._decode(requests, max_new_tokens, 1.0, self._files.eos_ids, lambda logp, rows, t: logp.argmax(-1))
+        bounds = [tokens_bound(request, settings) for request in requests]
+        drawn = self._decode(requests, bounds, 1.0, self._files.eos_ids, lambda logp, rows, t: logp.argmax(-1))
         return self._generations(requests, drawn)
 
     @torch.inference_mode()
@@ -147,11 +149,13 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _decode(
-        self, requests: Sequence[GenerationRequest], n: int, temperature: float, stop_ids: tuple[int, ...], choose: Choose
-    ) -> _Drawn:
+        self, requests: Sequence[GenerationRequest], bounds: list[int], temperature: float, stop_ids: tuple[int, ...],
+        choose: Choose,
+    ) -> _Drawn:  # fmt: skip
         """The lock-step loop: one token per row and turn, finished rows dropped in blocks."""
         self._loaded()
-        device, batch = self._device, len(requests)
+        device, batch, n = self._device, len(requests), max(bounds)
+        last = torch.tensor(bounds, device=device) - 1
         drawn = _Drawn(
             torch.zeros(batch, n, dtype=torch.int32, device=device), torch.zeros(batch, n, device=device),
             torch.zeros(batch, dtype=torch.int64, device=device), torch.zeros(batch, dtype=torch.bool, device=device),
@@ -170,7 +174,7 @@ class TransformersEngine:
             drawn.lengths[now] = t + 1
             ended = live & torch.isin(tokens, stops)
             drawn.stopped[rows[ended]] = True
-            live = live & ~ended
+            live = live & ~ended & (t < last[rows])
             n_live = int(live.sum())
             if n_live == 0 or t + 1 == n:
                 break

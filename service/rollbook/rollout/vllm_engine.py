@@ -25,7 +25,7 @@ from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.ports import Generation, GenerationRequest, SamplingSettings
 from rollbook.core.records import FinishReason, Trajectory
 from rollbook.observe.failpoints import failpoint
-from rollbook.rollout.model_files import ModelFiles, check_requests, check_shapes
+from rollbook.rollout.model_files import ModelFiles, check_requests, check_shapes, tokens_bound
 from rollbook.rollout.weights import read_weights, weights_digest
 
 _NOISY = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.worker.cpu_worker")
@@ -161,14 +161,15 @@ class VllmEngine:
             return []
         failpoint("worker.mid_generate")
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        outputs = self._llm.generate(prompts, [self._sampling(sampling, request.seed) for request in requests], use_tqdm=False)
+        params = [self._sampling(sampling, request.seed, tokens_bound(request, sampling)) for request in requests]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [_generation(request, output, version) for request, output in zip(requests, outputs, strict=True)]
 
-    def _sampling(self, sampling: SamplingSettings, seed: int) -> Any:
+    def _sampling(self, sampling: SamplingSettings, seed: int, tokens_max: int) -> Any:
         stops = [] if sampling.ignore_eos else list(self._files.eos_ids)
         extra = {"flat_logprobs": True} if self._flat else {}
         return self._params(
-            temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, min_tokens=0, max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, min_tokens=0, max_tokens=tokens_max,
             repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, seed=seed, logprobs=0,
             stop_token_ids=stops, ignore_eos=sampling.ignore_eos, detokenize=False, skip_special_tokens=False, **extra,
         )  # fmt: skip

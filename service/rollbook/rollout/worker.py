@@ -7,6 +7,7 @@ verifier's), P8 (leases are used only while confirmed), P11.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -28,19 +29,20 @@ from rollbook.core.records import (
     LeaseReply,
     PolicyVersion,
     RewardStatus,
-    SandboxStatus,
     ScheduleKind,
     Submission,
 )
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.delivery import Delivery, repeat_call
 from rollbook.rollout.engines import make_engine
+from rollbook.rollout.episodes import Episodes, Finished, Judge, LedgerJournal
 from rollbook.rollout.heartbeat import Heartbeat
+from rollbook.rollout.judges import open_judge
 from rollbook.rollout.leases import LeaseNote
 from rollbook.rollout.model_files import prompt_error, read_model_files
 from rollbook.rollout.probe import load_verified
 from rollbook.rollout.spool import Spool
-from rollbook.rollout.verify import Judge, make_judge
+from rollbook.tasks.turns import TurnCodec, make_codec
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,8 @@ def run_worker(
     failpoint("worker.start.after_spool")
     delivery.report(note.left_by(superseded()))
     failpoint("worker.start.after_note")
-    judge = make_judge(config)
+    judge = open_judge(config)
+    codec = make_codec(config)
     engine = engine_factory(config, kind)
     try:
         manifest = engine.manifest()
@@ -96,10 +99,11 @@ def run_worker(
         failpoint("worker.start.after_register")
         beat = Heartbeat(beat_client, me, config.ledger.heartbeat_s, config.supervisor.stall_s).start()
         try:
-            _Worker(config, kind, me, client, beat, note, delivery, engine, judge, stop).run()
+            _Worker(config, kind, me, client, beat, note, delivery, engine, judge, codec, stop).run()
         finally:
             beat.stop()
     finally:
+        judge.close()
         engine.close()
     log.info("worker done", extra={"event": "worker_done", **{o.value: n for o, n in delivery.outcomes.items()}})
 
@@ -115,11 +119,14 @@ class _Worker:
     delivery: Delivery
     engine: Engine
     judge: Judge
+    codec: TurnCodec
     stop: threading.Event
     loaded: PolicyVersion | None = None
     missing_since: float | None = None
     leases_asked: int = 0
     sequence: int = 0
+    in_hand: list[LeaseGrant] = field(default_factory=list)
+    refused: list[FailureReport] = field(default_factory=list)
     sampling: SamplingSettings = field(init=False)
     vocab_size: int = field(init=False)
 
@@ -135,7 +142,7 @@ class _Worker:
             if (newer := self._newer_head()) is not None:
                 self._load(newer)
             asked_at = host().monotonic()
-            reply = self._lease()
+            reply = self._lease(self.kind.slots)
             if reply.wanted is not None:
                 if self.config.schedule.kind == ScheduleKind.BOUNDED:
                     self.beat.told(reply.wanted)
@@ -157,13 +164,13 @@ class _Worker:
             return None
         return head if (head.lineage, head.version) > (loaded.lineage, loaded.version) else None
 
-    def _lease(self) -> LeaseReply:
+    def _lease(self, n_max: int, wait_s: float = LEASE_WAIT_S) -> LeaseReply:
         self.leases_asked += 1
         request_id = f"{self.incarnation}.{self.leases_asked}"
         try:
             return repeat_call(
                 lambda: self.client.lease_slots(
-                    self.incarnation, self.loaded, self.kind.slots, wait_s=LEASE_WAIT_S, request_id=request_id
+                    self.incarnation, self.loaded, n_max, wait_s=wait_s, request_id=request_id
                 ),
                 self.stop,
             )
@@ -199,40 +206,57 @@ class _Worker:
         self.beat.set_loaded(version)
 
     def _work(self, grants: Sequence[LeaseGrant], asked_at: float) -> None:
-        """Generate, verify and submit one batch of leased slots."""
-        self.beat.hold(grants, asked_at)
-        failpoint("worker.before_note")
-        self.note.write(self.incarnation, grants)
+        """Bring a batch of leased slots to samples or failures; while tools keep it waiting, more slots join it."""
+        self.in_hand = []
+        episodes = self._episodes()
         try:
-            failpoint("worker.after_lease")
-            self._check_version(grants)
-            usable = self._usable(grants, "generate")
-            ready, failures = self._screen(usable)
-            started = host().monotonic()
-            generations = self._generate(ready)
-            generate_s = host().monotonic() - started
-            failpoint("worker.after_generate")
-            submissions: list[Submission] = []
-            # A late sample may still be salvaged, so only a strict ledger makes finished work worthless.
-            strict = self.config.ledger.late_submit == "strict"
-            kept = {grant.key for grant in (self._usable(ready, "submit") if strict else ready)}
-            for grant, generation in zip(ready, generations, strict=True):
-                if grant.key in kept:
-                    result = self._verify(grant, generation, generate_s / len(ready))
-                    (submissions if isinstance(result, Submission) else failures).append(result)  # type: ignore[arg-type]
-            self.delivery.deliver(submissions)
-            self.delivery.report(failures)
+            self._take(grants, asked_at, episodes)
+            while len(episodes) or self.refused:
+                finished = episodes.advance()
+                outcomes = [*map(self._outcome, finished), *self.refused]
+                self.refused = []
+                self.delivery.deliver([o for o in outcomes if isinstance(o, Submission)])
+                self.delivery.report([o for o in outcomes if isinstance(o, FailureReport)])
+                self.beat.release([f.grant for f in finished])
+                if episodes.waiting and self.judge.pure_tools and len(episodes) < self.kind.slots:
+                    self._take_more(self.kind.slots - len(episodes), episodes)
             failpoint("worker.before_note_removed")
             self.note.write(self.incarnation, ())
         finally:
-            self.beat.release(grants)
+            self.beat.release(self.in_hand)
+        if self.judge.pure_tools:
+            said = {"generate_s": round(episodes.generated_s, 3), "waited_s": round(episodes.waited_s, 3)}
+            log.info("episodes done", extra={"event": "episodes_done", **said})
 
-    def _usable(self, grants: Sequence[LeaseGrant], step: str) -> list[LeaseGrant]:
-        """Leases that are still trusted; the others are left to the ledger, which leases them again."""
-        usable = [grant for grant in grants if self.beat.usable(grant)]
-        if len(usable) < len(grants):
-            log.warning("leases given up", extra={"event": "leases_given_up", "slots": len(grants) - len(usable), "before": step})
-        return usable
+    def _episodes(self) -> Episodes:
+        assert self.loaded is not None
+        version = self.loaded.version
+        return Episodes(
+            run_id=self.config.run.id, judge=self.judge, codec=self.codec, journal=LedgerJournal(self.client, self.stop),
+            generate=self._generate, tokens_max=self.sampling.max_new_tokens, turns_max=self.config.environment.turns_max,
+            version=lambda: version, is_usable=self.beat.usable, may_salvage=self.config.ledger.late_submit != "strict",
+        )  # fmt: skip
+
+    def _take(self, grants: Sequence[LeaseGrant], asked_at: float, episodes: Episodes) -> None:
+        """Hold these leases, note them, and begin their episodes; what cannot be generated is reported."""
+        self.in_hand += grants
+        self.beat.hold(grants, asked_at)
+        failpoint("worker.before_note")
+        self.note.write(self.incarnation, self.in_hand)
+        failpoint("worker.after_lease")
+        self._check_version(grants)
+        ready, failures = self._screen(grants)
+        self.refused += failures
+        episodes.add(ready)
+
+    def _take_more(self, n_max: int, episodes: Episodes) -> None:
+        """Lease further slots of the loaded version, unless something else is due."""
+        if self.stop.is_set() or self.beat.draining or self._newer_head() is not None:
+            return
+        asked_at = host().monotonic()
+        reply = self._lease(n_max, wait_s=0.0)
+        if reply.grants:
+            self._take(reply.grants, asked_at, episodes)
 
     def _check_version(self, grants: Sequence[LeaseGrant]) -> None:
         assert self.loaded is not None
@@ -257,42 +281,45 @@ class _Worker:
                 ready.append(grant)
         return ready, failures
 
-    def _generate(self, grants: Sequence[LeaseGrant]) -> list[Generation]:
-        requests = [GenerationRequest(g.key, tuple(unpack_i32(g.prompt_ids)), g.seed) for g in grants]
-        if not requests:
-            return []
+    def _generate(self, requests: list[GenerationRequest]) -> list[Generation]:
         try:
             return self.engine.generate(requests, self.sampling)
         except Exception as error:
             # The process ends with this error; the slots are freed at once instead of after their TTL.
             reason = f"engine: {type(error).__name__}: {error}"[:500]
-            self.delivery.report([self._failure(g, RewardStatus.INFRA_ERROR, Blame.INFRA, reason) for g in grants])
+            asked = {request.key for request in requests}
+            mine = [grant for grant in self.in_hand if grant.key in asked]
+            self.delivery.report([self._failure(g, RewardStatus.INFRA_ERROR, Blame.INFRA, reason) for g in mine])
             raise
 
-    def _verify(self, grant: LeaseGrant, generation: Generation, generate_s: float) -> Submission | FailureReport:
+    def _outcome(self, f: Finished) -> Submission | FailureReport:
         """A submission with a reward, or a report why there is none."""
-        trajectory = generation.trajectory
-        if trajectory.n_tokens == 0:
-            return self._failure(grant, RewardStatus.INFRA_ERROR, Blame.INFRA, "empty completion")
-        started = host().monotonic()
-        result = self.judge(trajectory.token_ids, grant.task_json)
-        if result.value is None:
-            return self._failure(grant, result.status, Blame.UNCLEAR, result.evidence or result.status.value)
+        result = f.result
+        if result is None or result.value is None:
+            status = RewardStatus.INFRA_ERROR if result is None else result.status
+            blame = Blame.INFRA if result is None else result.blame or Blame.UNCLEAR
+            reason = f.reason if result is None else result.evidence or result.status.value
+            return dataclasses.replace(
+                self._failure(f.grant, status, blame, reason), sandbox_status=f.sandbox_status,
+                n_tokens=f.trajectory.n_tokens, generate_s=f.generate_s, verify_s=f.verify_s,
+                evidence_json=json.dumps(f.evidence), final=f.final,
+            )  # fmt: skip
         self.sequence += 1
         return Submission(
-            key=grant.key,
-            lease_token=grant.token,
+            key=f.grant.key,
+            lease_token=f.grant.token,
             incarnation=self.incarnation,
             sequence=self.sequence,
-            lineage=grant.lineage,
-            trajectory=trajectory,
+            lineage=f.grant.lineage,
+            trajectory=f.trajectory,
             reward=float(result.value),
             reward_status=result.status,
-            sandbox_status=SandboxStatus.NOT_USED,
-            finish_reason=generation.finish_reason,
-            generate_s=generate_s,
-            verify_s=host().monotonic() - started,
-            evidence_json=json.dumps({"evidence": result.evidence}) if result.evidence else "{}",
+            sandbox_status=result.sandbox_status,
+            finish_reason=f.finish_reason,
+            generate_s=f.generate_s,
+            verify_s=f.verify_s,
+            evidence_json=json.dumps(f.evidence),
+            blame=result.blame,
         )
 
     def _failure(self, grant: LeaseGrant, status: RewardStatus, blame: Blame, reason: str) -> FailureReport:

@@ -120,6 +120,7 @@ def run_message(r: RunRecord) -> pb.RunRecord:
         max_lag_versions=q.max_lag_versions, fixed_lag_versions=q.fixed_lag_versions, config_seed=q.config_seed,
         lease_ttl_s=q.lease_ttl_s, attempts_max=q.attempts_max, survivors_min=q.survivors_min, late_submit=q.late_submit,
         straggler=q.straggler, straggler_wait_s=q.straggler_wait_s, tokens_max=q.tokens_max, steps=q.steps,
+        infra_failures_max=q.infra_failures_max, infra_window=q.infra_window, breaker_pause_s=q.breaker_pause_s,
     )  # fmt: skip
     return pb.RunRecord(
         run_id=r.run_id, config_digest=r.config_digest, config_json=r.config_json, revision=r.revision, rules=rules,
@@ -134,6 +135,7 @@ def run_record(m: pb.RunRecord) -> RunRecord:
         max_lag_versions=q.max_lag_versions, fixed_lag_versions=q.fixed_lag_versions, config_seed=q.config_seed,
         lease_ttl_s=q.lease_ttl_s, attempts_max=q.attempts_max, survivors_min=q.survivors_min, late_submit=q.late_submit,
         straggler=q.straggler, straggler_wait_s=q.straggler_wait_s, tokens_max=q.tokens_max, steps=q.steps,
+        **{name: getattr(q, name) for name in ("infra_failures_max", "infra_window", "breaker_pause_s") if q.HasField(name)},
     )  # fmt: skip
     return RunRecord(m.run_id, m.config_digest, m.config_json, m.revision, rules, m.manifest_json)
 
@@ -238,7 +240,7 @@ def submission_message(r: Submission) -> pb.Submission:
         lineage=r.lineage, trajectory=trajectory_message(r.trajectory), reward=r.reward,
         reward_status=enum_number(r.reward_status), sandbox_status=enum_number(r.sandbox_status),
         finish_reason=enum_number(r.finish_reason), generate_s=r.generate_s, verify_s=r.verify_s,
-        evidence_json=r.evidence_json,
+        evidence_json=r.evidence_json, blame=None if r.blame is None else enum_number(r.blame),
     )  # fmt: skip
 
 
@@ -247,6 +249,7 @@ def submission(m: pb.Submission) -> Submission:
         slot_key(need(m, "key")), m.lease_token, m.incarnation, m.sequence, m.lineage, trajectory(need(m, "trajectory")),
         _optional(m, "reward"), enum_member(RewardStatus, m.reward_status), enum_member(SandboxStatus, m.sandbox_status),
         enum_member(FinishReason, m.finish_reason), m.generate_s, m.verify_s, m.evidence_json,
+        enum_member(Blame, m.blame) if m.HasField("blame") else None,
     )  # fmt: skip
 
 
@@ -261,7 +264,9 @@ def submit_result(m: pb.SubmitResult) -> SubmitResult:
 def failure_report_message(r: FailureReport) -> pb.FailureReport:
     return pb.FailureReport(
         key=slot_key_message(r.key), lease_token=r.lease_token, incarnation=r.incarnation, status=enum_number(r.status),
-        blame=enum_number(r.blame), reason=printable(r.reason),
+        blame=enum_number(r.blame), reason=printable(r.reason), sandbox_status=enum_number(r.sandbox_status),
+        n_tokens=r.n_tokens, generate_s=r.generate_s, verify_s=r.verify_s, evidence_json=printable(r.evidence_json),
+        final=r.final,
     )  # fmt: skip
 
 
@@ -269,6 +274,8 @@ def failure_report(m: pb.FailureReport) -> FailureReport:
     return FailureReport(
         slot_key(need(m, "key")), m.lease_token, m.incarnation, enum_member(RewardStatus, m.status),
         enum_member(Blame, m.blame), m.reason,
+        enum_member(SandboxStatus, m.sandbox_status) if m.HasField("sandbox_status") else SandboxStatus.NOT_USED,
+        m.n_tokens, m.generate_s, m.verify_s, m.evidence_json if m.HasField("evidence_json") else "{}", m.final,
     )  # fmt: skip
 
 

@@ -27,15 +27,30 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_TURNS: _ClassVar[FinishReason]
 
 class SandboxStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SANDBOX_STATUS_UNSPECIFIED: _ClassVar[SandboxStatus]
     SANDBOX_STATUS_NOT_USED: _ClassVar[SandboxStatus]
     SANDBOX_STATUS_OK: _ClassVar[SandboxStatus]
-    SANDBOX_STATUS_PROGRAM_ERROR: _ClassVar[SandboxStatus]
-    SANDBOX_STATUS_TIMEOUT: _ClassVar[SandboxStatus]
-    SANDBOX_STATUS_INFRA_ERROR: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_RUNTIME_ERROR: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_SYNTAX_ERROR: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_TIMEOUT_CPU: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_TIMEOUT_WALL: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_OOM: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_OUTPUT_LIMIT: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_DISK_LIMIT: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_PROCESS_LIMIT: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_EARLY_EXIT: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_CRASHED: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_INVALID_RESULT: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_NO_CODE: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_INFRA_SPAWN: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_INFRA_SETUP: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_INFRA_LOST: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_INFRA_OVERLOAD: _ClassVar[SandboxStatus]
+    SANDBOX_STATUS_CANCELLED: _ClassVar[SandboxStatus]
 
 class RewardStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +59,7 @@ class RewardStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REWARD_STATUS_NO_VERDICT: _ClassVar[RewardStatus]
     REWARD_STATUS_VERIFIER_ERROR: _ClassVar[RewardStatus]
     REWARD_STATUS_INFRA_ERROR: _ClassVar[RewardStatus]
+    REWARD_STATUS_TIMEOUT: _ClassVar[RewardStatus]
 
 class Blame(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -93,17 +109,33 @@ SCHEDULE_KIND_FIXED: ScheduleKind
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_TURNS: FinishReason
 SANDBOX_STATUS_UNSPECIFIED: SandboxStatus
 SANDBOX_STATUS_NOT_USED: SandboxStatus
 SANDBOX_STATUS_OK: SandboxStatus
-SANDBOX_STATUS_PROGRAM_ERROR: SandboxStatus
-SANDBOX_STATUS_TIMEOUT: SandboxStatus
-SANDBOX_STATUS_INFRA_ERROR: SandboxStatus
+SANDBOX_STATUS_RUNTIME_ERROR: SandboxStatus
+SANDBOX_STATUS_SYNTAX_ERROR: SandboxStatus
+SANDBOX_STATUS_TIMEOUT_CPU: SandboxStatus
+SANDBOX_STATUS_TIMEOUT_WALL: SandboxStatus
+SANDBOX_STATUS_OOM: SandboxStatus
+SANDBOX_STATUS_OUTPUT_LIMIT: SandboxStatus
+SANDBOX_STATUS_DISK_LIMIT: SandboxStatus
+SANDBOX_STATUS_PROCESS_LIMIT: SandboxStatus
+SANDBOX_STATUS_EARLY_EXIT: SandboxStatus
+SANDBOX_STATUS_CRASHED: SandboxStatus
+SANDBOX_STATUS_INVALID_RESULT: SandboxStatus
+SANDBOX_STATUS_NO_CODE: SandboxStatus
+SANDBOX_STATUS_INFRA_SPAWN: SandboxStatus
+SANDBOX_STATUS_INFRA_SETUP: SandboxStatus
+SANDBOX_STATUS_INFRA_LOST: SandboxStatus
+SANDBOX_STATUS_INFRA_OVERLOAD: SandboxStatus
+SANDBOX_STATUS_CANCELLED: SandboxStatus
 REWARD_STATUS_UNSPECIFIED: RewardStatus
 REWARD_STATUS_GIVEN: RewardStatus
 REWARD_STATUS_NO_VERDICT: RewardStatus
 REWARD_STATUS_VERIFIER_ERROR: RewardStatus
 REWARD_STATUS_INFRA_ERROR: RewardStatus
+REWARD_STATUS_TIMEOUT: RewardStatus
 BLAME_UNSPECIFIED: Blame
 BLAME_MODEL: Blame
 BLAME_INFRA: Blame
@@ -136,7 +168,7 @@ class SlotKey(_message.Message):
     def __init__(self, ordinal: _Optional[int] = ..., sibling: _Optional[int] = ...) -> None: ...
 
 class RunRules(_message.Message):
-    __slots__ = ("group_size", "groups_per_step", "schedule", "max_lag_versions", "fixed_lag_versions", "config_seed", "lease_ttl_s", "attempts_max", "survivors_min", "late_submit", "straggler", "straggler_wait_s", "tokens_max", "steps")
+    __slots__ = ("group_size", "groups_per_step", "schedule", "max_lag_versions", "fixed_lag_versions", "config_seed", "lease_ttl_s", "attempts_max", "survivors_min", "late_submit", "straggler", "straggler_wait_s", "tokens_max", "steps", "infra_failures_max", "infra_window", "breaker_pause_s")
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     GROUPS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +183,9 @@ class RunRules(_message.Message):
     STRAGGLER_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_MAX_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    INFRA_FAILURES_MAX_FIELD_NUMBER: _ClassVar[int]
+    INFRA_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     group_size: int
     groups_per_step: int
     schedule: ScheduleKind
@@ -165,7 +200,10 @@ class RunRules(_message.Message):
     straggler_wait_s: float
     tokens_max: int
     steps: int
-    def __init__(self, group_size: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., schedule: _Optional[_Union[ScheduleKind, str]] = ..., max_lag_versions: _Optional[int] = ..., fixed_lag_versions: _Optional[int] = ..., config_seed: _Optional[int] = ..., lease_ttl_s: _Optional[float] = ..., attempts_max: _Optional[int] = ..., survivors_min: _Optional[int] = ..., late_submit: _Optional[str] = ..., straggler: _Optional[str] = ..., straggler_wait_s: _Optional[float] = ..., tokens_max: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    infra_failures_max: float
+    infra_window: int
+    breaker_pause_s: float
+    def __init__(self, group_size: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., schedule: _Optional[_Union[ScheduleKind, str]] = ..., max_lag_versions: _Optional[int] = ..., fixed_lag_versions: _Optional[int] = ..., config_seed: _Optional[int] = ..., lease_ttl_s: _Optional[float] = ..., attempts_max: _Optional[int] = ..., survivors_min: _Optional[int] = ..., late_submit: _Optional[str] = ..., straggler: _Optional[str] = ..., straggler_wait_s: _Optional[float] = ..., tokens_max: _Optional[int] = ..., steps: _Optional[int] = ..., infra_failures_max: _Optional[float] = ..., infra_window: _Optional[int] = ..., breaker_pause_s: _Optional[float] = ...) -> None: ...
 
 class RunRecord(_message.Message):
     __slots__ = ("run_id", "config_digest", "config_json", "revision", "rules", "manifest_json")
@@ -308,7 +346,7 @@ class Trajectory(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("key", "lease_token", "incarnation", "sequence", "lineage", "trajectory", "reward", "reward_status", "sandbox_status", "finish_reason", "generate_s", "verify_s", "evidence_json")
+    __slots__ = ("key", "lease_token", "incarnation", "sequence", "lineage", "trajectory", "reward", "reward_status", "sandbox_status", "finish_reason", "generate_s", "verify_s", "evidence_json", "blame")
     KEY_FIELD_NUMBER: _ClassVar[int]
     LEASE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +360,7 @@ class Submission(_message.Message):
     GENERATE_S_FIELD_NUMBER: _ClassVar[int]
     VERIFY_S_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_JSON_FIELD_NUMBER: _ClassVar[int]
+    BLAME_FIELD_NUMBER: _ClassVar[int]
     key: SlotKey
     lease_token: int
     incarnation: str
@@ -335,7 +374,8 @@ class Submission(_message.Message):
     generate_s: float
     verify_s: float
     evidence_json: str
-    def __init__(self, key: _Optional[_Union[SlotKey, _Mapping]] = ..., lease_token: _Optional[int] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., lineage: _Optional[int] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ..., reward: _Optional[float] = ..., reward_status: _Optional[_Union[RewardStatus, str]] = ..., sandbox_status: _Optional[_Union[SandboxStatus, str]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., generate_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., evidence_json: _Optional[str] = ...) -> None: ...
+    blame: Blame
+    def __init__(self, key: _Optional[_Union[SlotKey, _Mapping]] = ..., lease_token: _Optional[int] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., lineage: _Optional[int] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ..., reward: _Optional[float] = ..., reward_status: _Optional[_Union[RewardStatus, str]] = ..., sandbox_status: _Optional[_Union[SandboxStatus, str]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., generate_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., evidence_json: _Optional[str] = ..., blame: _Optional[_Union[Blame, str]] = ...) -> None: ...
 
 class SubmitResult(_message.Message):
     __slots__ = ("key", "outcome", "reason")
@@ -348,20 +388,32 @@ class SubmitResult(_message.Message):
     def __init__(self, key: _Optional[_Union[SlotKey, _Mapping]] = ..., outcome: _Optional[_Union[SubmitOutcome, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class FailureReport(_message.Message):
-    __slots__ = ("key", "lease_token", "incarnation", "status", "blame", "reason")
+    __slots__ = ("key", "lease_token", "incarnation", "status", "blame", "reason", "sandbox_status", "n_tokens", "generate_s", "verify_s", "evidence_json", "final")
     KEY_FIELD_NUMBER: _ClassVar[int]
     LEASE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SANDBOX_STATUS_FIELD_NUMBER: _ClassVar[int]
+    N_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_S_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_JSON_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
     key: SlotKey
     lease_token: int
     incarnation: str
     status: RewardStatus
     blame: Blame
     reason: str
-    def __init__(self, key: _Optional[_Union[SlotKey, _Mapping]] = ..., lease_token: _Optional[int] = ..., incarnation: _Optional[str] = ..., status: _Optional[_Union[RewardStatus, str]] = ..., blame: _Optional[_Union[Blame, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    sandbox_status: SandboxStatus
+    n_tokens: int
+    generate_s: float
+    verify_s: float
+    evidence_json: str
+    final: bool
+    def __init__(self, key: _Optional[_Union[SlotKey, _Mapping]] = ..., lease_token: _Optional[int] = ..., incarnation: _Optional[str] = ..., status: _Optional[_Union[RewardStatus, str]] = ..., blame: _Optional[_Union[Blame, str]] = ..., reason: _Optional[str] = ..., sandbox_status: _Optional[_Union[SandboxStatus, str]] = ..., n_tokens: _Optional[int] = ..., generate_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., evidence_json: _Optional[str] = ..., final: bool = ...) -> None: ...
 
 class ToolCall(_message.Message):
     __slots__ = ("key", "call_index", "request_digest", "prefix", "tool", "request_json", "response_json")

@@ -1,0 +1,416 @@
+"""Episodes: leased slots driven through turns of the model, calls of tools and a score.
+
+Owns the state of each episode and the order generate → record call → run tool → record answer → go on → score. A tool call is
+written to the ledger before it runs and its answer after (R13), with the trajectory up to it, so that another worker goes on
+from there. Never leases or submits, and never shows the model an infrastructure failure. While tools run, the episodes that
+wait for nothing are generated; everything happens in the caller's thread. Upholds P6, P4 (a turn's seed is a function of the
+slot's) and R13.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rollbook.core.environments import Episode, RewardResult, ToolReply, ToolRequest, Turn
+from rollbook.core.errors import Conflict, Fenced
+from rollbook.core.host import host
+from rollbook.core.idempotency import digest, turn_seed
+from rollbook.core.packing import pack_f32, pack_i32, unpack_i32
+from rollbook.core.ports import Generation, GenerationRequest, LedgerPort
+from rollbook.core.records import FinishReason, LeaseGrant, SandboxStatus, SlotKey, ToolCall, Trajectory
+from rollbook.observe.failpoints import failpoint
+from rollbook.rollout.delivery import repeat_call
+from rollbook.tasks.turns import TurnCodec
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.05
+"""Longest wait for a tool or a score before leases are looked at again."""
+
+Generate = Callable[[list[GenerationRequest]], list[Generation]]
+
+
+class Judge(Protocol):
+    """The run's environment, wherever it runs (``tasks.child_client``)."""
+
+    pure_tools: dict[str, bool]
+    """Name of each tool to whether its calls may run again."""
+
+    def score(self, episode: Episode, *, key: str, seed: int) -> Future[RewardResult]: ...
+
+    def call_tool(
+        self, request: ToolRequest, earlier: Sequence[tuple[ToolRequest, ToolReply]], *, key: str, call_index: int, seed: int
+    ) -> Future[ToolReply]: ...
+
+    def parse(self, text: str) -> ToolRequest | None: ...
+
+    def render(self, reply: ToolReply) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class Journal(Protocol):
+    """Where calls of tools are recorded."""
+
+    def calls(self, grant: LeaseGrant) -> list[ToolCall]:
+        """What is recorded of the slot, in order."""
+        ...
+
+    def record(self, call: ToolCall, grant: LeaseGrant) -> ToolCall:
+        """Record the call, or its answer; returns what is stored. Raises Conflict (another request), Fenced."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An episode that is over: a result of the judge, or the reason why it never got that far."""
+
+    grant: LeaseGrant
+    trajectory: Trajectory
+    finish_reason: FinishReason
+    result: RewardResult | None
+    """None where infrastructure ended the episode before it was judged."""
+    reason: str
+    """Why there is no result."""
+    sandbox_status: SandboxStatus
+    final: bool
+    """True: another attempt at this slot would end the same way."""
+    generate_s: float
+    verify_s: float
+    evidence: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """One episode in hand."""
+
+    grant: LeaseGrant
+    task: dict[str, Any]
+    prompt: tuple[int, ...]
+    key: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: bytes = b""
+    versions: bytes = b""
+    mask: bytearray = field(default_factory=bytearray)
+    turns: list[Turn] = field(default_factory=list)
+    future: Future[Any] | None = None
+    call: ToolCall | None = None
+    finish: FinishReason = FinishReason.STOP
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+    since: float = 0.0
+    """When the tool or the score was asked for."""
+
+    def trajectory(self) -> Trajectory:
+        mask = b"" if all(self.mask) else bytes(self.mask)
+        return Trajectory(pack_i32(self.tokens), self.logprobs, self.versions, mask)
+
+    def extend(self, tokens: Sequence[int], logprobs: bytes, versions: bytes, sampled: bool) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += versions
+        self.mask += bytes([sampled]) * len(tokens)
+
+    def asked(self, future: Future[Any]) -> None:
+        self.future, self.since = future, host().monotonic()
+
+    def earlier(self, tool: str) -> list[tuple[ToolRequest, ToolReply]]:
+        return [(t.request, t.reply) for t in self.turns if t.request and t.reply and t.request.tool == tool]
+
+
+@dataclass(slots=True)
+class Episodes:
+    """A set of episodes; feed it with ``add``, turn it with ``advance`` until it is empty."""
+
+    run_id: str
+    judge: Judge
+    codec: TurnCodec
+    journal: Journal
+    generate: Generate
+    tokens_max: int
+    """Most tokens of a completion: sampled ones and a tool's together."""
+    turns_max: int
+    version: Callable[[], int]
+    """Version the engine holds."""
+    is_usable: Callable[[LeaseGrant], bool] = lambda grant: True
+    may_salvage: bool = True
+    """A late sample may still be accepted, so finished work of a lost lease is handed over as well."""
+    judged: bool = True
+    """False: an episode ends without being scored."""
+    waited_s: float = 0.0
+    """Time in which nothing could be generated because every episode waited for a tool or a score."""
+    generated_s: float = 0.0
+    _live: list[_Live] = field(default_factory=list)
+    _done: list[Finished] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Episodes in hand, those included that ended before they were handed over."""
+        return len(self._live) + len(self._done)
+
+    @property
+    def waiting(self) -> bool:
+        """True while episodes are in hand and none can be generated."""
+        return bool(self._live) and not self._done and all(e.future is not None for e in self._live)
+
+    def add(self, grants: Iterable[LeaseGrant]) -> None:
+        """Take slots in hand; one with recorded calls goes on after the last of them."""
+        for grant in grants:
+            episode = _Live(
+                grant, json.loads(grant.task_json), tuple(unpack_i32(grant.prompt_ids)), f"{self.run_id}/{grant.key}"
+            )
+            self._live.append(episode)
+            # A slot's first lease has no calls to go on from; asking for each would cost a round trip a rollout.
+            if self.judge.pure_tools and grant.token > 1 and (calls := self.journal.calls(grant)):
+                self._continue(episode, calls)
+
+    def advance(self) -> list[Finished]:
+        """One turn: generate what can be, else wait a little for tools and scores; returns the episodes that are over."""
+        self._give_up()
+        ready = [e for e in self._live if e.future is None]
+        if ready:
+            self._generate(ready)
+        elif self._live:
+            started = host().monotonic()
+            pending = [e.future for e in self._live if e.future is not None]
+            if not any(future.done() for future in pending):
+                wait(pending, timeout=WAIT_S, return_when=FIRST_COMPLETED)
+            self.waited_s += host().monotonic() - started
+        self._give_up()
+        for episode in [e for e in self._live if e.future is not None and e.future.done()]:
+            self._answered(episode)
+        done, self._done = self._done, []
+        return done
+
+    def _give_up(self) -> None:
+        """Leases that are no longer trusted are left to the ledger, which leases them again."""
+        kept = [e for e in self._live if self.is_usable(e.grant) or (self.may_salvage and self._is_judged(e))]
+        if len(kept) < len(self._live):
+            log.warning("leases given up", extra={"event": "leases_given_up", "slots": len(self._live) - len(kept)})
+            self._live = kept
+
+    def _is_judged(self, episode: _Live) -> bool:
+        return episode.future is not None and episode.call is None
+
+    def _generate(self, ready: list[_Live]) -> None:
+        requests = [
+            GenerationRequest(
+                e.grant.key, (*e.prompt, *e.tokens), turn_seed(e.grant.seed, len(e.turns)), self.tokens_max - len(e.tokens)
+            )
+            for e in ready
+        ]
+        started = host().monotonic()
+        generations = self.generate(requests)
+        took = host().monotonic() - started
+        self.generated_s += took
+        failpoint("worker.after_generate")
+        for episode, generation in zip(ready, generations, strict=True):
+            episode.generate_s += took / len(ready)
+            t = generation.trajectory
+            episode.extend(list(unpack_i32(t.token_ids)), t.logprobs, t.versions, True)
+            self._turn_over(episode, generation)
+
+    def _turn_over(self, episode: _Live, generation: Generation) -> None:
+        """After a turn of the model: a tool's turn, or the end."""
+        text = self.codec.decode(unpack_i32(generation.trajectory.token_ids))
+        episode.finish = generation.finish_reason
+        request = None
+        if self.judge.pure_tools and generation.finish_reason is FinishReason.STOP:
+            request = self.judge.parse(text)
+        episode.turns.append(Turn(text, request))
+        if request is None or generation.trajectory.n_tokens == 0:
+            self._score(episode)
+        elif len(episode.turns) >= self.turns_max:
+            self._score(episode, FinishReason.TURNS)
+        else:
+            self._call(episode, request)
+
+    def _call(self, episode: _Live, request: ToolRequest) -> None:
+        """Record a call, then run it, unless its answer is recorded already."""
+        text = request.to_json()
+        index = len(episode.turns) - 1
+        call = ToolCall(episode.grant.key, index, digest("tool", text), episode.trajectory(), request.tool, text)
+        failpoint("worker.tool.before_record")
+        try:
+            stored = self.journal.record(call, episode.grant)
+        except Fenced:
+            self._live.remove(episode)  # somebody else has the slot
+            return
+        except Conflict as error:
+            self._end(episode, None, f"tool call {index}: {error}", final=True)
+            return
+        failpoint("worker.tool.after_record")
+        if stored.response_json is not None:
+            self._go_on(episode, reply_from_json(stored.response_json))
+        else:
+            self._run(episode, stored)
+
+    def _run(self, episode: _Live, call: ToolCall) -> None:
+        request = ToolRequest.from_json(call.request_json)
+        episode.call = call
+        episode.asked(
+            self.judge.call_tool(
+                request, episode.earlier(request.tool), key=episode.key, call_index=call.call_index, seed=episode.grant.seed
+            )
+        )
+
+    def _answered(self, episode: _Live) -> None:
+        """A tool or the judge has answered."""
+        assert episode.future is not None
+        answer, call = episode.future.result(), episode.call
+        spent = host().monotonic() - episode.since
+        episode.future = episode.call = None
+        if call is None:
+            self._end(episode, answer, verify_s=spent)
+            return
+        episode.tool_s += spent
+        failpoint("worker.tool.after_call")
+        if answer.failed:
+            # A repetition would run an impure call twice; its slot can never be filled.
+            final = not self.judge.pure_tools.get(call.tool, False)
+            self._end(episode, None, f"tool {call.tool}, call {call.call_index}: {answer.reason}", answer.sandbox_status, final)
+            return
+        try:
+            stored = self.journal.record(_with_response(call, reply_to_json(answer)), episode.grant)
+        except Fenced:
+            self._live.remove(episode)
+            return
+        failpoint("worker.tool.after_answer")
+        assert stored.response_json is not None
+        self._go_on(episode, reply_from_json(stored.response_json))
+
+    def _go_on(self, episode: _Live, reply: ToolReply) -> None:
+        """Put a tool's answer behind the turn, masked from the loss, and let the model go on; or end for want of room."""
+        turn = episode.turns[-1]
+        episode.turns[-1] = Turn(turn.text, turn.request, reply)
+        ids = self.codec.reply_ids(self.judge.render(reply))
+        if len(episode.tokens) + len(ids) >= self.tokens_max:
+            self._score(episode, FinishReason.LENGTH)
+            return
+        n = len(ids)
+        episode.extend(ids, pack_f32([0.0] * n), pack_i32([self.version()] * n), False)
+
+    def _continue(self, episode: _Live, calls: list[ToolCall]) -> None:
+        """Rebuild an episode from its recorded calls (R13) and take up the last one."""
+        last = calls[-1]
+        prefix = last.prefix
+        if prefix.n_tokens and max(unpack_i32(prefix.versions)) > episode.grant.version:
+            self._end(episode, None, "its recorded turns were sampled in a lineage that is closed", final=True)
+            return
+        ids, begin = list(unpack_i32(prefix.token_ids)), 0
+        mask = prefix.loss_mask or b"\x01" * len(ids)
+        for call in calls:
+            end = call.prefix.n_tokens
+            begin += len(mask[begin:end]) - len(mask[begin:end].lstrip(b"\x00"))
+            reply = reply_from_json(call.response_json) if call.response_json is not None else None
+            request = ToolRequest.from_json(call.request_json)
+            episode.turns.append(Turn(self.codec.decode(ids[begin:end]), request, reply))
+            begin = end
+        episode.tokens, episode.mask = ids, bytearray(mask)
+        episode.logprobs, episode.versions = prefix.logprobs, prefix.versions
+        if last.response_json is not None:
+            self._go_on(episode, reply_from_json(last.response_json))
+        elif self.judge.pure_tools.get(last.tool, False):
+            self._run(episode, last)
+        else:
+            reason = f"tool {last.tool}, call {last.call_index}: its worker died before it answered, and the tool is not pure"
+            self._end(episode, None, reason, final=True)
+
+    def _score(self, episode: _Live, finish: FinishReason | None = None) -> None:
+        episode.finish = finish or episode.finish
+        if not episode.tokens:
+            self._end(episode, None, "empty completion")
+            return
+        if not self.judged:
+            self._end(episode, None, "not judged")
+            return
+        story = Episode(episode.task, tuple(episode.turns))
+        episode.asked(self.judge.score(story, key=episode.key, seed=episode.grant.seed))
+
+    def _end(
+        self, episode: _Live, result: RewardResult | None, reason: str = "",
+        sandbox_status: SandboxStatus = SandboxStatus.NOT_USED, final: bool = False, verify_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        evidence: dict[str, Any] = {}
+        if episode.tool_s or len(episode.turns) > 1:
+            evidence |= {"turns": len(episode.turns), "tool_s": round(episode.tool_s, 6)}
+        if result is not None:
+            sandbox_status = result.sandbox_status
+            evidence |= {k: v for k, v in (("evidence", result.evidence), ("parts", dict(result.parts))) if v}
+        self._live.remove(episode)
+        self._done.append(
+            Finished(
+                episode.grant, episode.trajectory(), episode.finish, result, reason, sandbox_status, final,
+                episode.generate_s, verify_s, evidence,
+            )
+        )  # fmt: skip
+
+
+def _with_response(call: ToolCall, response_json: str) -> ToolCall:
+    return ToolCall(
+        call.key, call.call_index, call.request_digest, call.prefix, call.tool, call.request_json, response_json
+    )
+
+
+def reply_to_json(reply: ToolReply) -> str:
+    """What is recorded of a tool's answer."""
+    return json.dumps({"text": reply.text, "sandbox_status": reply.sandbox_status.value}, sort_keys=True)
+
+
+def reply_from_json(text: str) -> ToolReply:
+    """The answer as it was recorded."""
+    content = json.loads(text)
+    return ToolReply(content["text"], SandboxStatus(content["sandbox_status"]))
+
+
+def play(episodes: Episodes, grants: Sequence[LeaseGrant]) -> list[Finished]:
+    """Play these slots to their ends, in their order; for looking at a policy, not for samples."""
+    episodes.add(grants)
+    finished: dict[SlotKey, Finished] = {}
+    while len(episodes):
+        finished |= {f.grant.key: f for f in episodes.advance()}
+    return [finished[grant.key] for grant in grants]
+
+
+class RecordedCalls:
+    """A journal that nothing is written to: calls that are recorded have their answers, others are kept in memory.
+
+    ``closed``: another call than the recorded ones is a Conflict instead of being run.
+    """
+
+    def __init__(self, recorded: Iterable[ToolCall] = (), closed: bool = False) -> None:
+        self._calls: dict[tuple[SlotKey, int], ToolCall] = {(c.key, c.call_index): c for c in recorded}
+        self._closed = closed
+
+    def calls(self, grant: LeaseGrant) -> list[ToolCall]:
+        """None: an episode is played from its beginning."""
+        return []
+
+    def record(self, call: ToolCall, grant: LeaseGrant) -> ToolCall:
+        """The recorded call, else ``call``. Raises Conflict (another request was recorded, or none where closed)."""
+        stored = self._calls.get((call.key, call.call_index))
+        if stored is not None and stored.request_digest != call.request_digest:
+            raise Conflict(f"call {call.call_index} of slot {call.key} was recorded with another request: {stored.request_json}")
+        if self._closed and (stored is None or stored.response_json is None):
+            raise Conflict(f"call {call.call_index} of slot {call.key} has no recorded answer")
+        if stored is None or stored.response_json is None:
+            self._calls[call.key, call.call_index] = stored = call
+        return stored
+
+
+class LedgerJournal:
+    """The ledger as a worker writes to it: every call repeated with its key until it is answered."""
+
+    def __init__(self, client: LedgerPort, stop: threading.Event) -> None:
+        self._client, self._stop = client, stop
+
+    def calls(self, grant: LeaseGrant) -> list[ToolCall]:
+        return repeat_call(lambda: self._client.tool_calls(grant.key), self._stop)
+
+    def record(self, call: ToolCall, grant: LeaseGrant) -> ToolCall:
+        return repeat_call(lambda: self._client.record_tool_call(call, grant.token), self._stop)
