@@ -5,6 +5,7 @@ One vLLM engine serves the whole session, in this process; the import alone take
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -303,6 +304,22 @@ def test_a_longer_limit_extends_a_completion_and_changes_none_of_it(
     for a, b in zip(short, long, strict=True):
         assert b.trajectory.token_ids.startswith(a.trajectory.token_ids)
         assert b.trajectory.logprobs.startswith(a.trajectory.logprobs)
+
+
+def test_a_request_has_a_bound_of_its_own_within_that_of_the_settings(engine: Engine, versions: list[Path]) -> None:
+    engine.load(str(versions[1]), 1)
+    free = make_requests(4, 2)
+    bounds = [1, 2, 3, None, 13, 1, 5, 4]
+    bound = [dataclasses.replace(request, max_new_tokens=n) for request, n in zip(free, bounds, strict=True)]
+    whole, cut = engine.generate(free, AT_08), engine.generate(bound, AT_08)
+    for n, a, b in zip(bounds, whole, cut, strict=True):
+        kept = min(n or 13, a.trajectory.n_tokens)
+        assert b.trajectory.token_ids == a.trajectory.token_ids[: 4 * kept]
+        ended = kept == a.trajectory.n_tokens
+        assert b.finish_reason is (a.finish_reason if ended else FinishReason.LENGTH)
+    for wrong in (0, 14):
+        with pytest.raises(InvalidRequest, match="max_new_tokens"):
+            engine.generate([dataclasses.replace(free[0], max_new_tokens=wrong)], AT_08)
 
 
 def test_bfloat16_stays_near_the_plain_forward(
