@@ -191,3 +191,25 @@ def test_a_configuration_arms_only_a_run_that_allows_faults(tmp_path: Path) -> N
     config = load_config(file, [*armed, "run.chaos_allowed=true"])
     assert config.chaos.failpoints == f"{POINT}=crash" and config.chaos.once
     assert config.digest() == load_config(file).digest(), "faults are not part of what is computed"
+
+
+def test_a_share_fires_again_and_again_at_about_that_share_of_crossings() -> None:
+    failpoints.arm(f"{POINT}=raise~0.3")
+    assert failpoints.armed() == {POINT: "raise~0.3"}
+    fired = 0
+    for _ in range(2000):
+        try:
+            failpoint(POINT)
+        except FailpointRaised:
+            fired += 1
+    assert 450 < fired < 750
+    failpoints.arm(f"{POINT}=raise~1")
+    for _ in range(3):
+        with pytest.raises(FailpointRaised):
+            failpoint(POINT)
+
+
+@pytest.mark.parametrize("text", ["raise~0", "raise~1.01", "raise~", "raise~x", "raise~0.5@2", "raise~-1"])
+def test_a_share_is_above_zero_and_at_most_one(text: str) -> None:
+    with pytest.raises(ValueError, match="0 < P <= 1"):
+        failpoints.arm(f"{POINT}={text}")

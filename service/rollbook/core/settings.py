@@ -328,7 +328,7 @@ class ChaosConfig:
     """Faults at named places, for drills; needs ``run.chaos_allowed = true``."""
 
     failpoints: str = ""
-    """``NAME=ACTION[@K]``, comma separated; ``rollbook doctor --failpoints`` lists the names. Actions: crash, raise, pause,
-    delay:SECONDS, error:ENOSPC, error:EIO; K counts crossings within a process."""
+    """``NAME=ACTION[@K]`` or ``NAME=ACTION~P``, comma separated; ``rollbook doctor --failpoints`` lists the names. Actions: crash,
+    raise, pause, delay:SECONDS, error:ENOSPC, error:EIO; K counts crossings within a process, P is a share of them."""
     once: bool = True
     """Each fires at most once over all processes of the run, by markers in ``chaos/`` of the run directory."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-ROLES = ("ledger", "worker", "learner", "feeder", "supervisor")
+ROLES = ("ledger", "worker", "learner", "feeder", "supervisor", "sandbox")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("worker.tool.after_call", "W8",
      "The tool has run and its answer is lost; a pure one runs again, a slot of another kind gets a verdict."),
     ("worker.tool.after_answer", "W8", "The answer is recorded; the successor goes on behind it and runs nothing again."),
+    ("sandbox.before_spawn", "W8", "No sandbox was made: infrastructure's failure, tried again in a fresh one, never a reward."),
     # Learner: role and start.
     ("learner.after_role", "L1", "The epoch is taken and nothing else happened; the successor takes a larger one."),
     ("learner.role_lost", "L12", "A newer epoch trains; this process writes nothing any more and ends."),

@@ -2,7 +2,8 @@
 
 Owns parsing, arming and firing; the names and what each means are in ``CATALOGUE`` (module ``catalogue``). Never decides
 where points stand: the call sites do, at every place where a crash changes what recovery must do. Syntax, comma
-separated, ``NAME=ACTION[@K]`` (at the K-th crossing of a process, else the first):
+separated, ``NAME=ACTION[@K]`` (at the K-th crossing of a process, else the first) or ``NAME=ACTION~P`` (at a share P of all
+crossings, again and again):
 
 ``crash``          SIGKILL to this process
 ``raise``          FailpointRaised
@@ -45,6 +46,7 @@ class _Armed:
     action: str
     argument: str
     at_crossing: int
+    share: float = 0.0
     crossings: int = 0
 
 
@@ -53,14 +55,20 @@ def _parse(text: str) -> dict[str, _Armed]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, action = part.partition("=")
         action, at, crossing = action.partition("@")
+        action, often, share = action.partition("~")
         action, _, argument = action.partition(":")
-        if not _understood(action, argument) or (at and not (crossing.isdecimal() and int(crossing))):
+        bad = (at and not (crossing.isdecimal() and int(crossing))) or (often and (bool(at) or not _is_share(share)))
+        if bad or not _understood(action, argument):
             raise ValueError(
-                f"failpoint {part!r}: write NAME=ACTION or NAME=ACTION@K with K >= 1; actions: crash, raise, pause, "
-                "delay:SECONDS, error:ENOSPC, error:EIO"
+                f"failpoint {part!r}: write NAME=ACTION, NAME=ACTION@K with K >= 1 or NAME=ACTION~P with 0 < P <= 1; actions: "
+                "crash, raise, pause, delay:SECONDS, error:ENOSPC, error:EIO"
             )
-        points[name.strip()] = _Armed(action, argument, int(crossing or 1))
+        points[name.strip()] = _Armed(action, argument, int(crossing or 1), float(share or 0))
     return points
+
+
+def _is_share(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal() and 0 < float(text) <= 1
 
 
 def _understood(action: str, argument: str) -> bool:
@@ -144,6 +152,7 @@ def armed() -> dict[str, str]:
     """What is armed in this process: name to action, as it would be written."""
     return {
         name: p.action + (f":{p.argument}" if p.argument else "") + (f"@{p.at_crossing}" if p.at_crossing > 1 else "")
+        + (f"~{p.share:g}" if p.share else "")
         for name, p in _armed.items()
     }
 
@@ -157,6 +166,10 @@ def _cross(name: str) -> None:
     if _observer is not None:
         _observer(name)
     if (point := _armed.get(name)) is None:
+        return
+    if point.share:
+        if host().rng().random() < point.share:
+            _fire(name, point)
         return
     point.crossings += 1
     if point.crossings == point.at_crossing and _claim(name, point):

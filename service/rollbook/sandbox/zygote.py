@@ -1,0 +1,202 @@
+"""Sandboxes on zygotes: the owner's side. One warm interpreter per hash seed, one job per fork.
+
+Owns the control socket, the slots and the life of the zygotes. What contains a job is the zygote's mode: ``namespaces`` (backend
+``zygote``), ``landlock``, or ``nothing`` (backend ``unsafe``). Never sees inside a job. A zygote is replaced after ``JOBS_MAX``
+jobs, or when it has died: jobs in flight belong to watchers of their own and go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import rollbook
+from rollbook.core.errors import ConfigError
+from rollbook.core.host import host
+from rollbook.core.records import SandboxStatus
+from rollbook.core.sandboxing import Execution, Job, Limits, Program
+from rollbook.observe.failpoints import FailpointRaised, failpoint
+from rollbook.sandbox.job import payload_of
+from rollbook.sandbox.piped import EndedJob, PipedJob, Pipes
+
+JOBS_MAX = 5000
+START_S = 60.0
+SLOT_WAIT_S = 120.0
+"""Longest that a job waits for a slot before it says ``infra_overload``."""
+MODES = {"zygote": "namespaces", "landlock": "landlock", "unsafe": "nothing"}
+
+
+class _Zygote:
+    """One zygote process."""
+
+    def __init__(self, mode: str, hash_seed: int) -> None:
+        """Raises OSError (it cannot work here; the message says why)."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        package = str(Path(rollbook.__file__).parents[1])
+        code = f"import sys; sys.path.insert(0, {package!r}); from rollbook.sandbox.zygote_main import main; main()"
+        # What contains nothing leaks the environment as well: that is how the attack suite knows that it would see it.
+        clean = {"PYTHONHASHSEED": str(hash_seed), "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-s", "-S", "-P", "-B", "-c", code, mode, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            env=(dict(os.environ) | clean) if mode == "nothing" else clean, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/",
+        )  # fmt: skip
+        theirs.close()
+        self._control, self.jobs = ours, 0
+        ours.settimeout(START_S)
+        try:
+            said = json.loads(ours.recv(65536) or b'{"error": "it ended at once"}')
+        except TimeoutError:
+            said = {"error": f"it was not ready within {START_S:.0f} s"}
+        if "error" in said:
+            self.close()
+            raise OSError(f"{said['error']}: {self._last_words()}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fork(self, request: dict, fds: list[int]) -> None:
+        """Have one job forked. Raises OSError (the zygote is dead)."""
+        self.jobs += 1
+        socket.send_fds(self._control, [json.dumps(request).encode()], fds)
+
+    def close(self) -> None:
+        """Let it end; its jobs are not touched."""
+        self._control.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _last_words(self) -> str:
+        assert self._process.stderr is not None
+        return self._process.stderr.read(4000).decode("utf-8", "replace").strip()[-500:]
+
+
+class ZygoteSandbox:
+    """Implements ``core.sandboxing.Sandbox``."""
+
+    def __init__(self, name: str, slots: int) -> None:
+        """Raises: ConfigError (the backend cannot work on this machine)."""
+        self.name, self._mode = name, MODES[name]
+        self._lock = host().condition()
+        self._free = list(range(slots))
+        self._zygotes: dict[int, _Zygote] = {}
+        self._jobs: set[PipedJob] = set()
+        self._closed = False
+        try:
+            self._zygote(0)
+        except OSError as error:
+            raise ConfigError(f"sandbox backend {name!r} cannot work here: {error}") from error
+
+    def start(self, program: Program, limits: Limits) -> Job:
+        """Start a job, or return one that has ended with an ``infra_*`` status."""
+        slot = self._take_slot()
+        if slot is None:
+            reason = "the sandbox is closed" if self._closed else f"no free slot within {SLOT_WAIT_S:.0f} s"
+            return EndedJob(SandboxStatus.INFRA_OVERLOAD, reason, self.name)
+        try:
+            failpoint("sandbox.before_spawn")
+            return self._start(slot, program, limits)
+        except (OSError, FailpointRaised) as error:
+            self._give_slot(slot)
+            return EndedJob(SandboxStatus.INFRA_SPAWN, f"{type(error).__name__}: {error}", self.name)
+
+    def run(self, program: Program, limits: Limits, data: bytes = b"") -> Execution:
+        """Start a job, send ``data``, wait."""
+        job = self.start(program, limits)
+        job.send(data)
+        return job.wait()
+
+    def close(self) -> None:
+        """End every job and every zygote."""
+        with self._lock:
+            self._closed = True
+            jobs, zygotes = list(self._jobs), list(self._zygotes.values())
+            self._zygotes.clear()
+            self._lock.notify_all()
+        for job in jobs:
+            job.kill()
+        for job in jobs:
+            job.wait()
+        for zygote in zygotes:
+            zygote.close()
+
+    def zygote_pid(self, hash_seed: int = 0) -> int:
+        """Process id of the zygote in use."""
+        with self._lock:
+            return self._zygote(hash_seed).pid
+
+    def _take_slot(self) -> int | None:
+        until = host().monotonic() + SLOT_WAIT_S
+        with self._lock:
+            while not self._free and not self._closed and (left := until - host().monotonic()) > 0:
+                self._lock.wait(left)
+            return self._free.pop() if self._free and not self._closed else None
+
+    def _give_slot(self, slot: int) -> None:
+        with self._lock:
+            self._free.append(slot)
+            self._lock.notify()
+
+    def _zygote(self, hash_seed: int) -> _Zygote:
+        zygote = self._zygotes.get(hash_seed)
+        if zygote is not None and zygote.jobs >= JOBS_MAX:
+            zygote.close()
+            zygote = None
+        if zygote is None:
+            zygote = self._zygotes[hash_seed] = _Zygote(self._mode, hash_seed)
+        return zygote
+
+    def _start(self, slot: int, program: Program, limits: Limits) -> Job:
+        payload = os.memfd_create("payload")
+        theirs, ours = [payload], []
+        try:
+            _write_all(payload, payload_of(program.source, program.setup, dict(program.files)))
+            os.lseek(payload, 0, os.SEEK_SET)
+            stdin, stdout, stderr, answers, report, life = (os.pipe() for _ in range(6))
+            ends = [stdin[0], stdout[1], stderr[1], payload, answers[1], report[1], life[0]]
+            theirs, ours = ends, [stdin[1], stdout[0], stderr[0], answers[0], report[0], life[1]]
+            self._send({"slot": slot, "limits": dataclasses.asdict(limits)}, ends, program.hash_seed)
+        except OSError:
+            for fd in ours:
+                os.close(fd)
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        job: PipedJob
+
+        def over() -> None:
+            with self._lock:
+                self._jobs.discard(job)
+            self._give_slot(slot)
+
+        with self._lock:
+            job = PipedJob(Pipes(*ours), limits, self.name, over)
+            self._jobs.add(job)
+        return job
+
+    def _send(self, request: dict, fds: list[int], hash_seed: int) -> None:
+        """Hand a request to the zygote, or to a new one where it has died. Raises OSError."""
+        with self._lock:
+            try:
+                self._zygote(hash_seed).fork(request, fds)
+            except OSError:
+                with contextlib.suppress(KeyError):
+                    self._zygotes.pop(hash_seed).close()
+                self._zygote(hash_seed).fork(request, fds)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

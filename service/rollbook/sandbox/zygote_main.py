@@ -1,0 +1,295 @@
+"""The zygote: a small warm interpreter that forks one watcher, and through it one isolated job, per request.
+
+Owns what happens between a request and a contained process. Never sees a program: source, set-up and files arrive on a descriptor
+that only the job reads. The chain: zygote → watcher (outside, trusted) → first process of the new pid namespace (trusted, drops
+everything, reaps) → the job. Closing the owner's end of the life pipe ends the watcher's job; closing the control socket ends
+the zygote. Standard library only; nothing of the owner's memory or environment is here.
+
+Sources: unshare(2), user_namespaces(7), pivot_root(2), pid_namespaces(7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import traceback
+
+from rollbook.sandbox import kernel, landlock
+from rollbook.sandbox.cgroups import Groups
+from rollbook.sandbox.job import become_job
+from rollbook.sandbox.seccomp import filter_program
+from rollbook.sandbox.watch import Watch, descendants, write_report
+
+MODES = ("namespaces", "landlock", "nothing")
+REQUEST_BYTES_MAX = 65536
+UID_FIRST = 200_000
+"""Outer user id of slot 0 where the zygote is root: one for each slot, so that limits per user are limits per job."""
+INNER_ID = 1000
+PREIMPORTED = (
+    "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq",
+    "itertools", "math", "operator", "random", "re", "statistics", "string", "time", "typing",
+)  # fmt: skip
+_PLACES = ("/mnt", "/media", "/srv", "/var/empty")
+
+
+def main() -> None:
+    """``MODE CONTROL_FD``: serve requests until the control socket closes."""
+    mode, control = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    is_root = os.geteuid() == 0
+    for name in PREIMPORTED:
+        __import__(name)
+    program = filter_program()
+    root = ""
+    try:
+        if mode == "namespaces":
+            root = prepare_root(is_root)
+    except OSError as error:
+        control.send(json.dumps({"error": f"{error}"}).encode())
+        return
+    gc.collect()
+    gc.freeze()
+    # Watchers are nobody's business once they run; they reset this for their own children.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    groups: dict[int, Groups] = {}
+    control.send(b'{"ready": true}')
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, REQUEST_BYTES_MAX, 8)
+        if not message:
+            break
+        request = json.loads(message)
+        slot = request["slot"]
+        if mode == "namespaces" and slot not in groups:
+            groups[slot] = Groups(slot)
+        if os.fork() == 0:
+            control.close()
+            watcher(mode, request, fds, root, UID_FIRST + slot if is_root else 0, groups.get(slot), program)
+        for fd in fds:
+            os.close(fd)
+    for group in groups.values():
+        group.remove()
+
+
+def prepare_root(is_root: bool) -> str:
+    """Once per zygote: a read-only tree with what Python needs, in a mount namespace of our own. Raises OSError."""
+    uid, gid = os.geteuid(), os.getegid()
+    if not is_root:
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        map_ids("self", 0, uid, gid)
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    root = next((place for place in _PLACES if os.path.isdir(place)), None) or tempfile.mkdtemp(prefix="rollbook-root-")
+    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    for name in ("work", "dev"):
+        os.mkdir(f"{root}/{name}", 0o755)
+    os.symlink("work", f"{root}/tmp")
+    for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib"):
+        bind(path, root, kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
+    for path in ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"):
+        bind(path, root, kernel.MS_NOSUID)
+    kernel.mount("none", root, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
+    return root
+
+
+def bind(path: str, root: str, flags: int) -> None:
+    """Show ``path`` of the machine at the same place under ``root``."""
+    target = root + path
+    if not os.path.exists(path) or os.path.lexists(target):
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.mkdir(target)
+    else:
+        open(target, "x").close()
+    kernel.mount(path, target, flags=kernel.MS_BIND | kernel.MS_REC)
+    # In a user namespace a remount must keep what the mount below it forbids.
+    kept = os.statvfs(target).f_flag & (kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    times = os.statvfs(target).f_flag
+    kept |= kernel.MS_RELATIME if times & 4096 else 0
+    kept |= kernel.MS_NOATIME if times & 1024 else 0
+    kernel.mount("none", target, flags=kernel.MS_REMOUNT | kernel.MS_BIND | flags | kept)
+
+
+def map_ids(who: int | str, inner: int, uid: int, gid: int) -> None:
+    """One user and one group of a new user namespace. Raises OSError."""
+    with contextlib.suppress(OSError), open(f"/proc/{who}/setgroups", "w") as file:
+        file.write("deny")
+    for name, outer in (("uid_map", uid), ("gid_map", gid)):
+        with open(f"/proc/{who}/{name}", "w") as file:
+            file.write(f"{inner} {outer} 1")
+
+
+def watcher(
+    mode: str, request: dict, fds: list[int], root: str, outer_id: int, groups: Groups | None, program: bytes
+) -> None:
+    """Isolate, start and watch one job, report, and end."""
+    stdin, stdout, stderr, payload, answers, report, life = fds
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    limits, inner = request["limits"], (stdin, stdout, stderr, payload, answers)
+    try:
+        claim_r, claim_w = os.pipe()
+        status_r, status_w = os.pipe()
+        up_r, up_w = os.pipe()
+        down_r, down_w = os.pipe()
+        enforced: tuple[str, ...] = ("rlimits",)
+        if mode == "namespaces":
+            kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET)
+            enforced += ("userns", "pidns", "mountns", "ipcns", "utsns", "netns", "read-only root", "seccomp", "uid")
+        elif mode == "landlock":
+            enforced += ("landlock", "seccomp", *(("uid",) if outer_id else ()))
+        if groups is not None:
+            groups.limit(limits["memory_bytes"] + limits["disk_bytes"], limits["processes"] + 1)
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        place = root if mode == "namespaces" else make_scratch(outer_id)
+        if mode == "landlock":
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent stays findable
+        pid = os.fork()
+        if pid == 0:
+            for fd in (report, life, claim_r, status_r, up_r, down_w):
+                os.close(fd)
+            first_process(mode, limits, place, outer_id, program, size, (*inner, claim_w), (status_w, up_w, down_r))
+        for fd in (*inner, claim_w, status_w, up_w, down_r):
+            os.close(fd)
+        watch = Watch(limits, life, claim_r, status_r if mode == "namespaces" else -1, groups, enforced)
+        watch.error = let_in(pid, mode, outer_id, groups, up_r, down_w)
+        result = watch.run(pid)
+        if mode != "namespaces":
+            sweep(outer_id if mode == "landlock" else 0)
+            shutil.rmtree(place, ignore_errors=True)
+        write_report(report, result)
+    except OSError as error:
+        write_report(report, {"is_spawned": False, "error": str(error), "enforced": []})
+    except Exception:  # noqa: BLE001 - boundary of the process: the owner is told instead of an interpreter's traceback
+        write_report(report, {"is_spawned": False, "error": traceback.format_exc()[-2000:], "enforced": []})
+    os._exit(0)
+
+
+def let_in(pid: int, mode: str, outer_id: int, groups: Groups | None, up: int, down: int) -> str:
+    """Wait until the first process is ready for its ids, give them, and let it go on; returns what it says is wrong."""
+    said = os.read(up, 1)
+    if said == b"u":
+        if groups is not None:
+            groups.join(pid)
+        if mode == "namespaces":
+            map_ids(pid, INNER_ID, outer_id, outer_id)
+        os.write(down, b"g")
+    os.close(down)
+    error = b""
+    while data := os.read(up, 4096):
+        error += data
+    return error.decode("utf-8", "replace")
+
+
+def sweep(outer_id: int) -> None:
+    """Without a pid namespace: kill what the job left behind, below this watcher or under the job's own user id."""
+    for child in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+    for name in os.listdir("/proc") if outer_id else ():
+        with contextlib.suppress(OSError, ValueError):
+            if os.stat(f"/proc/{int(name)}").st_uid == outer_id:
+                os.kill(int(name), signal.SIGKILL)
+
+
+def first_process(
+    mode: str, limits: dict, place: str, outer_id: int, program: bytes, size: int, inner: tuple[int, ...], pipes: tuple[int, ...]
+) -> None:
+    """Contain this process for good, then start the job and reap until it has ended."""
+    status, up, down = pipes
+    stdin, stdout, stderr, payload, answers, claim = inner
+    try:
+        if mode == "namespaces":
+            enter_root(place, limits, outer_id)
+            kernel.unshare(kernel.CLONE_NEWUSER)
+        else:
+            os.chdir(place)
+        os.write(up, b"u")
+        if os.read(down, 1) != b"g":
+            os._exit(1)
+        bound(limits, size)
+        if mode == "namespaces":
+            become(INNER_ID)
+        if mode == "landlock":
+            if outer_id:
+                os.setgroups([])
+            become(outer_id)
+        if mode != "nothing":
+            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+            if mode == "landlock":
+                landlock.restrict(place)
+            kernel.install_filter(program)
+        os.close(up)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the job must not begin
+        os.write(up, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    if mode != "namespaces":
+        become_job(stdin, stdout, stderr, payload, answers, claim)
+    job = os.fork()
+    if job == 0:
+        become_job(stdin, stdout, stderr, payload, answers, claim)
+    for fd in inner:
+        os.close(fd)
+    while True:
+        pid, how = os.wait()
+        if pid == job:
+            os.write(status, str(how).encode())
+            os._exit(0)  # the kernel ends whatever is left in the namespace
+
+
+def enter_root(root: str, limits: dict, outer_id: int) -> None:
+    """Scratch space of this job, the prepared tree as root, and nothing else. Raises OSError."""
+    kernel.unshare(kernel.CLONE_NEWNS)
+    options = f"size={limits['disk_bytes']},nr_inodes=4096,mode=700,uid={outer_id},gid={outer_id}"
+    kernel.mount("tmpfs", f"{root}/work", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    os.chdir(root)
+    kernel.pivot_root(".", ".")
+    kernel.unmount(".")
+    os.chdir("/work")
+    socket.sethostname("sandbox")
+    if outer_id:
+        os.setgroups([])
+
+
+def make_scratch(outer_id: int) -> str:
+    """A directory on this machine, for backends without a root of their own. Raises OSError."""
+    path = tempfile.mkdtemp(prefix="rollbook-job-")
+    if outer_id:
+        os.chown(path, outer_id, outer_id)
+    return path
+
+
+def bound(limits: dict, size: int) -> None:
+    """Limits per process; those of the whole job are the watcher's."""
+    seconds = max(1, int(limits["cpu_s"] + 1))
+    for what, value in (
+        (resource.RLIMIT_AS, size + limits["memory_bytes"]), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, limits["disk_bytes"]), (resource.RLIMIT_NOFILE, 256), (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_NPROC, limits["processes"] + 1),
+    ):  # fmt: skip
+        resource.setrlimit(what, (value, value + (1 if what == resource.RLIMIT_CPU else 0)))
+
+
+def become(uid: int) -> None:
+    """Be that user and nothing more. Raises OSError."""
+    if uid:
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    kernel.drop_capabilities()
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
