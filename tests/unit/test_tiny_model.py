@@ -98,11 +98,11 @@ def test_eos_ends_an_answer_and_is_skipped_in_its_text(tokenizer: Any) -> None:
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (tm.PAD_ID, tm.EOS_ID) == (256, 257)
     ids = [*b"13579", tm.EOS_ID, tm.PAD_ID]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "13579"
-    assert tm._text_before_eos([*b"13579", tm.EOS_ID, *b"77"]) == "13579"
-    assert tm._text_before_eos([tm.EOS_ID]) == ""
-    assert tm._text_before_eos([*b"13579"]) is None, "an answer without eos is unfinished"
-    assert tm._text_before_eos([*b"135", tm.PAD_ID, *b"79", tm.EOS_ID]) is None, "pad is no part of an answer"
-    assert tm._text_before_eos([*b"135", 258, tm.EOS_ID]) is None
+    assert tm.text_before_eos([*b"13579", tm.EOS_ID, *b"77"]) == "13579"
+    assert tm.text_before_eos([tm.EOS_ID]) == ""
+    assert tm.text_before_eos([*b"13579"]) is None, "an answer without eos is unfinished"
+    assert tm.text_before_eos([*b"135", tm.PAD_ID, *b"79", tm.EOS_ID]) is None, "pad is no part of an answer"
+    assert tm.text_before_eos([*b"135", 258, tm.EOS_ID]) is None
 
 
 def test_the_split_of_a_prompt_is_one_of_three_in_the_ratio_10_40_50() -> None:

@@ -50,16 +50,16 @@ _TRAIN_FILE_SEED = 11
 _HELDOUT_FILE_SEED = 7
 _SAMPLED_ACCURACY_SEED = 1234
 # Added to the model seed, so that no seed draws its demonstrations as the prompt files were drawn.
-_DEMONSTRATION_SEED = 1000
+DEMONSTRATION_SEED = 1000
 
-_BATCH_SIZE = 256
+BATCH_SIZE = 256
 _LEARNING_RATE = 2e-3
 _BETAS = (0.9, 0.98)
 _WEIGHT_DECAY = 0.01
 _GRADIENT_NORM_MAX = 1.0
 _LR_RISE_STEPS = 50
 _LR_FALL_SHARE = 0.3
-_NO_LABEL = -100
+NO_LABEL = -100
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ def make_tiny_model(
         ConfigError: a value is out of its range, or `out_dir` has content.
     """
     _check_arguments(steps, hidden, layers, mistake_share, train_prompts, heldout_prompts)
-    with new_model_directory(out_dir) as directory, _deterministic_on_one_thread(seed):
+    with new_model_directory(out_dir) as directory, deterministic_on_one_thread(seed):
         train = draw_tasks("train", train_prompts, random.Random(_TRAIN_FILE_SEED))
         heldout = draw_tasks("heldout", heldout_prompts, random.Random(_HELDOUT_FILE_SEED))
         _write_tasks(directory / TRAIN_FILE, train)
         _write_tasks(directory / HELDOUT_FILE, heldout)
-        model = _new_model(hidden, layers)
-        loss = _warm_start(model, random.Random(_DEMONSTRATION_SEED + seed), steps, mistake_share, report_loss)
+        model = new_tiny_network(hidden, layers)
+        loss = warm_start(model, _demonstrations(random.Random(DEMONSTRATION_SEED + seed), mistake_share), steps, report_loss)
         model.save_pretrained(directory)
         build_byte_tokenizer().save_pretrained(directory)
         record = {
@@ -136,14 +136,19 @@ def make_tiny_model(
 def _check_arguments(
     steps: int, hidden: int, layers: int, mistake_share: float, train_prompts: int, heldout_prompts: int
 ) -> None:
+    counts = {"steps": steps, "layers": layers, "train_prompts": train_prompts, "heldout_prompts": heldout_prompts}
+    check_counts(hidden, counts)
+    if not 0.0 <= mistake_share <= 1.0:
+        raise ConfigError(f"mistake_share={mistake_share}: give a share from 0 to 1")
+
+
+def check_counts(hidden: int, counts: dict[str, int]) -> None:
+    """Refuse a width that the heads do not fill, and counts below 1, by name. Raises: ConfigError."""
     if hidden < HEAD_SIZE or hidden % HEAD_SIZE:
         raise ConfigError(f"hidden={hidden}: give a positive multiple of {HEAD_SIZE}, the size of one attention head")
-    counts = {"steps": steps, "layers": layers, "train_prompts": train_prompts, "heldout_prompts": heldout_prompts}
     for name, value in counts.items():
         if value < 1:
             raise ConfigError(f"{name}={value}: give at least 1")
-    if not 0.0 <= mistake_share <= 1.0:
-        raise ConfigError(f"mistake_share={mistake_share}: give a share from 0 to 1")
 
 
 def split_of(prompt: str) -> str:
@@ -215,7 +220,8 @@ def _byte_symbols() -> list[str]:
     return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
-def _new_model(hidden: int, layers: int) -> Qwen2ForCausalLM:
+def new_tiny_network(hidden: int, layers: int) -> Qwen2ForCausalLM:
+    """Make the tiny architecture with weights drawn from torch's global generator."""
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
@@ -237,25 +243,22 @@ def _new_model(hidden: int, layers: int) -> Qwen2ForCausalLM:
     return model
 
 
-def _warm_start(
+def warm_start(
     model: Qwen2ForCausalLM,
-    rng: random.Random,
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
     steps: int,
-    mistake_share: float,
     report_loss: Callable[[int, float], None] | None,
 ) -> float:
-    """Train `model` in place on drawn demonstrations and return the last loss, in nats per answer token."""
+    """Train `model` in place on batches of token ids and labels [B, T]; return the last loss, in nats per labelled token."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=_BETAS, weight_decay=_WEIGHT_DECAY, foreach=False)
-    tasks = _random_tasks("demonstration", rng)
     loss_value = float("nan")
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = _LEARNING_RATE * _learning_rate_factor(step, steps)
-        batch = list(islice(tasks, _BATCH_SIZE))
-        input_ids, labels = _collate_demonstrations([_demonstrate(task, mistake_share, rng) for task in batch])
+        input_ids, labels = next(batches)
         logits = model(input_ids=input_ids, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_NO_LABEL)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=NO_LABEL)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), _GRADIENT_NORM_MAX)
@@ -264,6 +267,14 @@ def _warm_start(
         if report_loss is not None:
             report_loss(step, loss_value)
     return loss_value
+
+
+def _demonstrations(rng: random.Random, mistake_share: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Draw batches of demonstrations without end."""
+    tasks = _random_tasks("demonstration", rng)
+    while True:
+        batch = list(islice(tasks, BATCH_SIZE))
+        yield _collate_demonstrations([_demonstrate(task, mistake_share, rng) for task in batch])
 
 
 def _demonstrate(task: SortTask, mistake_share: float, rng: random.Random) -> tuple[str, str]:
@@ -278,18 +289,26 @@ def _learning_rate_factor(step: int, steps: int) -> float:
 
 
 def _collate_demonstrations(pairs: Sequence[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, both [B, T] int64, right-padded; only answer and eos positions have labels.
+    """Return token ids and labels, both [B, T] int64; only answer and eos positions have labels."""
+    return collate([[(list(prompt.encode()), False), ([*answer.encode(), EOS_ID], True)] for prompt, answer in pairs])
+
+
+def collate(rows: Sequence[Sequence[tuple[list[int], bool]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join the pieces of each row, right-padded; return ids and labels, both [B, T] int64, labels on pieces marked True only.
 
     Padding stands behind everything that has a label, so causal attention alone keeps it out of the loss.
     """
-    rows = [(list(prompt.encode()), [*answer.encode(), EOS_ID]) for prompt, answer in pairs]
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    width = max(sum(len(ids) for ids, _ in row) for row in rows)
     input_ids = torch.full((len(rows), width), PAD_ID)
-    labels = torch.full((len(rows), width), _NO_LABEL)
-    for index, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        input_ids[index, :end] = torch.tensor(prompt + answer)
-        labels[index, len(prompt) : end] = torch.tensor(answer)
+    labels = torch.full((len(rows), width), NO_LABEL)
+    for index, row in enumerate(rows):
+        begin = 0
+        for ids, has_labels in row:
+            end = begin + len(ids)
+            input_ids[index, begin:end] = torch.tensor(ids)
+            if has_labels:
+                labels[index, begin:end] = torch.tensor(ids)
+            begin = end
     return input_ids, labels
 
 
@@ -301,17 +320,18 @@ def measure_accuracy(model: torch.nn.Module, tasks: Sequence[SortTask], *, sampl
         generator = None
         if sampling_seed is not None:
             generator = torch.Generator().manual_seed(sampling_seed + length)
-        rows = _generate(model, torch.tensor([list(task.prompt.encode()) for task in same_length]), generator)
-        right += sum(_text_before_eos(row) == task.answer for row, task in zip(rows.tolist(), same_length, strict=True))
+        prompts = torch.tensor([list(task.prompt.encode()) for task in same_length])
+        rows = generate(model, prompts, ANSWER_TOKENS_MAX, generator)
+        right += sum(text_before_eos(row) == task.answer for row, task in zip(rows.tolist(), same_length, strict=True))
     return right / len(tasks)
 
 
 @torch.no_grad()
-def _generate(model: torch.nn.Module, input_ids: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Continue prompts [B, T] of one length by the longest answer plus eos; tokens after eos carry no meaning."""
+def generate(model: torch.nn.Module, input_ids: torch.Tensor, tokens: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Continue prompts [B, T] of one length by `tokens`, greedily without a generator; those after eos carry no meaning."""
     model.eval()
     prompt_tokens = input_ids.shape[1]
-    for _ in range(ANSWER_TOKENS_MAX):
+    for _ in range(tokens):
         logits = model(input_ids=input_ids, use_cache=False).logits[:, -1]
         if generator is None:
             chosen = logits.argmax(dim=-1, keepdim=True)
@@ -321,7 +341,7 @@ def _generate(model: torch.nn.Module, input_ids: torch.Tensor, generator: torch.
     return input_ids[:, prompt_tokens:]
 
 
-def _text_before_eos(token_ids: Sequence[int]) -> str | None:
+def text_before_eos(token_ids: Sequence[int]) -> str | None:
     """Return the text that ends at the first eos, or None where eos is missing or a token before it is no byte."""
     if EOS_ID not in token_ids:
         return None
@@ -330,7 +350,7 @@ def _text_before_eos(token_ids: Sequence[int]) -> str | None:
 
 
 @contextmanager
-def _deterministic_on_one_thread(seed: int) -> Iterator[None]:
+def deterministic_on_one_thread(seed: int) -> Iterator[None]:
     """Seed torch and pin it to one thread and deterministic algorithms; the caller's settings return afterwards."""
     threads = torch.get_num_threads()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
