@@ -162,7 +162,7 @@ class Bench:
         if self.url.startswith("postgresql"):
             with self.connect() as conn:
                 for table in t.metadata.sorted_tables:
-                    columns = {c.name: c - int(seconds * 1_000_000) for c in table.c if c.name.endswith("_at_us")}
+                    columns = {c.name: c - int(seconds * 1_000_000) for c in table.c if c.name.endswith("at_us")}
                     if columns:
                         conn.execute(sa.update(table).values(columns))
 

@@ -334,7 +334,7 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="take away what the finding of --seed does not need")
     parser.add_argument("--defects", action="store_true", help="play seeds against every planted defect and print the table")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--record", action="store_true", help="append the totals to chaos/results/simulation.jsonl")
+    parser.add_argument("--record", action="store_true", help="write windows and totals to chaos/results")
     arguments = parser.parse_args()
     first, last = map(int, arguments.seeds.split(":"))
     if arguments.defects:
@@ -342,8 +342,8 @@ def main() -> int:
     if arguments.seed is None:
         coverage = _run_seeds(first, last, arguments.processes, arguments.minutes)
         print(coverage.table())
-        (RESULTS / "crash_windows.json").write_text(json.dumps(coverage.to_json(), indent=1) + "\n")
         if arguments.record:
+            (RESULTS / "crash_windows.json").write_text(json.dumps(coverage.to_json(), indent=1) + "\n")
             with (RESULTS / "simulation.jsonl").open("a") as out:
                 out.write(json.dumps(coverage.record(arguments.seeds)) + "\n")
         return 1 if coverage.failed else 0

@@ -394,6 +394,7 @@ class World(Nemesis):
                 mock.patch("rollbook.learner.replay.load_policy", policy.load_policy),
                 mock.patch("rollbook.tasks.prompts.load_tokenizer", tokenizer_of),
                 mock.patch("rollbook.tasks.turns.load_tokenizer", tokenizer_of),
+                mock.patch("rollbook.rollout.judges.judges_in_process", lambda config: True),
             ):
                 yield
         finally:

@@ -215,7 +215,21 @@ class LedgerPort(Protocol):
         ``submits``: {accepted, replayed, conflict, fenced, refused}; ``tokens``: {accepted}; ``cursor``: {stream: next_ordinal};
         ``roles``: [{role, epoch, holder, expires_in_s}]; ``workers``: [{incarnation, host, engine, version, beat_age_s, leases}];
         ``rates``: {samples_per_s, tokens_per_s} over the last minute; ``last_step``: newest entry of ``step_metrics`` or None;
-        ``draining``: bool.
+        ``draining``: bool; ``failed_attempts``: [{status, sandbox_status, blame, n}]; ``breaker``: {state: open or closed,
+        since_s, and while it is open failed, outcomes, last}.
+        """
+        ...
+
+    def survival(self) -> dict:
+        """What dropping does to what is trained: every slot opened by a first lease, counted by bucket. JSON-able:
+
+        ``opened``, ``finished``, ``trained``, ``waiting``, ``dropped``: {kind: n}, a kind of verdict, ``skipped`` (its step was)
+        or ``no_reward`` (planned without one);
+        ``dimensions``: {length, duration, task, difficulty, version_span: [{bucket, opened, finished, trained, waiting, dropped,
+        rewarded, rewarded_sum (of finished samples), reward_sum (of trained ones)}]}, where opened = trained + waiting + dropped
+        and each dimension's buckets, ``unknown`` among them, add up to the totals;
+        ``failures``: [{status, sandbox_status, blame, attempts, n_tokens}]; ``outcomes``: [{status, sandbox_status, blame,
+        samples}] of accepted samples with a blame; ``unsafe_workers``: how many ran code uncontained.
         """
         ...
 

@@ -7,7 +7,6 @@ R5 (a closed group is never re-opened; its refill is a new group in the verdict'
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,16 +16,17 @@ from rollbook.core.errors import InvalidRequest, UnknownSlot
 from rollbook.core.records import FailureReport, GroupSpec, RewardStatus, SlotKey, SubmitOutcome, SubmitResult, VerdictKind
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import storable
-from rollbook.ledger.feeding import Feeding
+from rollbook.ledger.breaker import SILENT, Breaker, silent_failure
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
 REPORTS_MAX = 4096
+_TASK_FAILS = (RewardStatus.INFRA_ERROR.value, RewardStatus.VERIFIER_ERROR.value, RewardStatus.TIMEOUT.value)
 NOT_THE_PROMPT = {VerdictKind.DROPPED_STALE.value, VerdictKind.ORPHAN_VERSION.value}
 """Verdicts of groups that were dropped for their version: the prompt has not failed."""
 
 
-class Failing(Feeding):
+class Failing(Breaker):
     """Verbs and rules about slots that end without being trained."""
 
     def report_failures(self, failures: Sequence[FailureReport]) -> list[SubmitResult]:
@@ -41,15 +41,18 @@ class Failing(Feeding):
     def _report(self, txn: Txn, failures: Sequence[FailureReport]) -> list[SubmitResult]:
         results: list[SubmitResult] = []
         exhausted: list[Any] = []
+        recorded: list[tuple[FailureReport, int]] = []
         for f in failures:
             outcome, reason, row = self._judge_report(txn.conn, f)
             if outcome is SubmitOutcome.ACCEPTED:
                 said = {"status": f.status.value, "blame": f.blame.value, "reason": storable(f.reason), "attempt": row.attempt}
                 self._event(txn, "failure_reported", f.key, token=f.lease_token, incarnation=f.incarnation, **said)
-                self._free(txn, [row])
-                if row.attempt >= self.rules.attempts_max:
+                recorded.append((f, row.attempt))
+                self._free(txn, [row], spent=f.final)
+                if f.final or row.attempt >= self.rules.attempts_max:
                     exhausted.append(row)
             results.append(SubmitResult(f.key, outcome, reason))
+        self._record_failures(txn, recorded)
         if exhausted:
             self._exhaust(txn, exhausted)
         txn.rings |= {"lease", "plan"}
@@ -79,13 +82,16 @@ class Failing(Feeding):
         where = (c.run_id == self.run.run_id, c.ordinal == key.ordinal, c.sibling == key.sibling)
         return conn.execute(sa.select(c.ordinal).where(*where)).first() is not None
 
-    def _free(self, txn: Txn, rows: Iterable[Any], *, counts: bool = True) -> None:
-        """Let leases go; an attempt that does not count is given back to its slot."""
-        back = 0 if counts else 1
+    def _free(self, txn: Txn, rows: Iterable[Any], *, counts: bool = True, spent: bool = False) -> None:
+        """Let leases go; an attempt that does not count is given back to its slot, a ``spent`` slot has none left."""
+        back, least = 0 if counts else 1, self.rules.attempts_max if spent else 0
         parameters = [
-            {"b_run_id": self.run.run_id, "b_ordinal": r.ordinal, "b_sibling": r.sibling, "b_attempt": r.attempt - back}
+            {
+                "b_run_id": self.run.run_id, "b_ordinal": r.ordinal, "b_sibling": r.sibling,
+                "b_attempt": max(r.attempt - back, least),
+            }
             for r in rows
-        ]
+        ]  # fmt: skip
         if parameters:
             txn.conn.execute(_FREE_LEASE, parameters)
 
@@ -100,6 +106,7 @@ class Failing(Feeding):
             for r in expired
         ])  # fmt: skip
         self._free(txn, expired)
+        self._record_failures(txn, [(silent_failure(r), r.attempt) for r in expired])
         self._exhaust(txn, [r for r in expired if r.attempt >= self.rules.attempts_max])
         txn.rings |= {"lease", "plan"}
 
@@ -107,26 +114,40 @@ class Failing(Feeding):
         """Verdicts for slots whose attempts are used up. The fixed schedule pauses instead: it may not lose a member (R14)."""
         if self._is_fixed or not rows:
             return
-        e = t.event.c
         for row in rows:
-            told = txn.conn.execute(
-                sa.select(e.kind, e.detail_json)
-                .where(
-                    e.run_id == self.run.run_id,
-                    e.ordinal == row.ordinal,
-                    e.sibling == row.sibling,
-                    e.kind.in_(("failure_reported", "lease_expired")),
-                )
-                .order_by(e.seq)
-            ).all()
-            reports = [json.loads(r.detail_json) for r in told]
-            broken = sum(r.get("status") == RewardStatus.VERIFIER_ERROR.value for r in reports)
-            kind = VerdictKind.QUARANTINED if broken >= self.rules.attempts_max else VerdictKind.FAILED
-            last = reports[-1] if reports else {}
-            why = f"{last['status']}: {last['reason']}" if "status" in last else "its worker fell silent"
+            told = self._failures_of(txn.conn, row.ordinal, row.sibling)
+            broken = sum(f.status == RewardStatus.VERIFIER_ERROR.value for f in told)
+            poisonous = self._is_poison(txn.conn, row.ordinal, told)
+            kind = VerdictKind.QUARANTINED if poisonous or broken >= self.rules.attempts_max else VerdictKind.FAILED
+            last = told[-1] if told else None
+            why = SILENT if last is None or last.reason == SILENT else f"{last.status}: {last.reason}"
             reason = f"{row.attempt} attempts without a sample; last: {why}"
             self._give_verdicts(txn, {SlotKey(row.ordinal, row.sibling): (kind, reason)})
+            if poisonous:
+                workers = ", ".join(sorted({f.incarnation[:12] for f in told}))
+                group, _, _ = self._group_counts(txn.conn, row.ordinal)
+                self._close_group(txn, group, kind, f"slot {row.ordinal}.{row.sibling} failed on workers {workers}: {why}",
+                                  refill=False)  # fmt: skip
         self._settle_groups(txn, sorted({row.ordinal for row in rows}))
+
+    def _failures_of(self, conn: sa.Connection, ordinal: int, sibling: int) -> list[Any]:
+        f = t.failure.c
+        where = (f.run_id == self.run.run_id, f.ordinal == ordinal, f.sibling == sibling)
+        return list(conn.execute(sa.select(t.failure).where(*where).order_by(f.lease_token)))
+
+    def _is_poison(self, conn: sa.Connection, ordinal: int, failures: Sequence[Any]) -> bool:
+        """Infrastructure failed on this task wherever it was tried, and on nothing else there (R14).
+
+        Counted are workers that have samples of other groups. While the breaker is open every task fails, so none is to blame.
+        """
+        if self._breaker(conn).is_open:
+            return False
+        failed = {f.incarnation for f in failures if f.status in _TASK_FAILS}
+        s, w = t.sample.c, t.worker.c
+        has_samples = sa.exists().where(s.run_id == w.run_id, s.incarnation == w.incarnation, s.ordinal != ordinal)
+        healthy = sa.select(w.incarnation).where(w.run_id == self.run.run_id, w.incarnation.in_(failed), has_samples)
+        n_failed = len(conn.execute(healthy).all())
+        return n_failed >= self.rules.attempts_max > 1
 
     def _give_verdicts(self, txn: Txn, verdicts: Mapping[SlotKey, tuple[VerdictKind, str]]) -> None:
         """Insert verdicts; length and duration of an existing sample go along, so that drop bias can be counted."""

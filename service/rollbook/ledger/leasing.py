@@ -158,7 +158,8 @@ class Leasing(Failing):
                 return LeaseReply((), None, RETRY_AFTER_S)  # a fork's plans are trained again first; now all would be too stale
         if loaded is None or (loaded.lineage, loaded.version, loaded.digest) != (wanted.lineage, wanted.version, wanted.digest):
             return LeaseReply((), wanted, 0.0)
-        granted = self._choose(txn, free, frontier, wanted, n_max)
+        room = self._probe_room(txn.conn, n_max)
+        granted = self._choose(txn, free, frontier, wanted, room) if room else []
         if not granted:
             return LeaseReply((), None, RETRY_AFTER_S)
         return self._grant(txn, incarnation, wanted, granted, request_id)

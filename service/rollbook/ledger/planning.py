@@ -98,6 +98,10 @@ class Planning(Submitting):
         if self.rules.steps > 0 and step > self.rules.steps:
             raise InvalidRequest(f"step {step} is beyond run.steps = {self.rules.steps}")
         self._expire(txn)
+        if reason := self._broken(txn):
+            return RunPaused(f"step {step}: {reason}; repair what failed and start the run again") if self._broken_too_long(
+                txn
+            ) else reason
         chosen = self._choose_fixed(txn, step) if self._is_fixed else self._choose_bounded(txn, step)
         if not isinstance(chosen, list):
             return chosen

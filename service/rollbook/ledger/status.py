@@ -60,6 +60,8 @@ class Status(Tools):
                 "last_step": finished[0] if finished else None,
                 "draining": self._draining,
                 "paused": self._pause_reason(conn, steps["planned"] + 1),
+                "failed_attempts": self._failed_attempts(conn),
+                "breaker": self._breaker_shown(conn, now_us),
             }  # fmt: skip
         state["writer"] = {
             "commits": self._writer.commits, "operations": self._writer.operations, "waiting": self._writer.queue_depth(),
@@ -150,6 +152,18 @@ class Status(Tools):
             if n := self._count(conn, t.event, e.kind == kind):
                 out[kind] = n
         return dict(sorted(out.items()))
+
+    def _failed_attempts(self, conn: sa.Connection) -> list[dict[str, Any]]:
+        """Attempts without a sample by what happened and whose failure it was."""
+        f = t.failure.c
+        by = (f.status, f.sandbox_status, f.blame)
+        query = sa.select(*by, sa.func.count()).where(f.run_id == self.run.run_id).group_by(*by).order_by(*by)
+        return [{"status": a, "sandbox_status": b, "blame": c, "n": int(n)} for a, b, c, n in conn.execute(query)]
+
+    def _breaker_shown(self, conn: sa.Connection, now_us: int) -> dict[str, Any]:
+        state = self._breaker(conn)
+        since = round((now_us - state.since_us) / 1e6, 3) if state.since_us else None
+        return {"state": "open" if state.is_open else "closed", "since_s": since, **(state.detail if state.is_open else {})}
 
     def _submits(self, conn: sa.Connection) -> dict[str, int]:
         e = t.event.c

@@ -182,6 +182,8 @@ class Submitting(Leasing):
             results.append(SubmitResult(c.item.key, outcome, reason))
         self._store(txn, accepted)
         self._events(txn, events)
+        if accepted:
+            self._recover(txn)
         if freed:
             self._free(txn, freed, counts=False)
             txn.rings.add("lease")

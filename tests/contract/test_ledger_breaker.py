@@ -1,0 +1,223 @@
+"""Rows of failed attempts, the circuit breaker, poison tasks and failures that no other attempt can mend, on both databases."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from ledger_support import Scene
+
+from ledger_bench import Bench
+from rollbook.core.errors import NotReady, RunPaused
+from rollbook.core.records import (
+    Blame,
+    FailureReport,
+    LeaseGrant,
+    RewardStatus,
+    SandboxStatus,
+    ScheduleKind,
+    SubmitOutcome,
+)
+
+WINDOW = {"infra_window": 8, "infra_failures_max": 0.5, "attempts_max": 9, "max_lag_versions": 20, "breaker_pause_s": 100.0}
+
+
+def report(grant: LeaseGrant, worker: str, **changes: object) -> FailureReport:
+    made = FailureReport(
+        grant.key, grant.token, worker, RewardStatus.INFRA_ERROR, Blame.INFRA, "no sandbox", SandboxStatus.INFRA_SPAWN, 5, 0.5,
+        0.25, '{"attempts": 3}',
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def fail(s: Scene, grants: tuple[LeaseGrant, ...], worker: str = "", **changes: object) -> list[SubmitOutcome]:
+    return [r.outcome for r in s.ledger.report_failures([report(g, worker or s.incarnation, **changes) for g in grants])]
+
+
+def verdicts(bench: Bench) -> dict[str, str]:
+    return {f"{o}.{k}": kind for o, k, kind in bench.rows("SELECT ordinal, sibling, kind FROM verdict")}
+
+
+def breaker(s: Scene) -> str:
+    return str(s.ledger.run_status()["breaker"]["state"])
+
+
+def test_a_failure_is_a_row_with_its_statuses_and_whose_it_was(bench: Bench) -> None:
+    s = bench.scene()
+    s.feed(1)
+    grant = s.lease(1)[0]
+    assert fail(s, (grant,)) == [SubmitOutcome.ACCEPTED] and fail(s, (grant,)) == [SubmitOutcome.REPLAYED]
+    assert bench.rows(
+        "SELECT ordinal, sibling, lease_token, attempt, status, sandbox_status, blame, reason, n_tokens, generate_s, verify_s,"
+        " evidence_json, final FROM failure"
+    ) == [(0, 0, 1, 1, "infra_error", "infra_spawn", "infra", "no sandbox", 5, 0.5, 0.25, '{"attempts": 3}', 0)]
+    assert s.ledger.run_status()["failed_attempts"] == [
+        {"status": "infra_error", "sandbox_status": "infra_spawn", "blame": "infra", "n": 1}
+    ]
+    assert bench.rows("SELECT count(*) FROM sample") == [(0,)], "nothing is padded, nothing becomes 0 (P6)"
+
+
+def test_a_worker_that_falls_silent_leaves_a_row_and_its_late_report_no_second_one(bench: Bench) -> None:
+    s = bench.scene(lease_ttl_s=10.0)
+    s.feed(1)
+    grant = s.lease(1)[0]
+    bench.let_time_pass(11.0)
+    again = s.lease(1)[0]
+    assert again.key == grant.key and fail(s, (grant,)) == [SubmitOutcome.FENCED]
+    assert bench.rows("SELECT lease_token, status, blame, reason FROM failure") == [
+        (1, "no_verdict", "unclear", "its worker fell silent")
+    ]
+
+
+def test_blame_is_stored_with_a_sample(bench: Bench) -> None:
+    s = bench.scene()
+    s.feed(1)
+    first, second = s.lease(2)
+    s.submit([first], reward=0.0, sandbox_status=SandboxStatus.TIMEOUT_CPU, blame=Blame.MODEL)
+    s.submit([second])
+    assert bench.rows("SELECT sandbox_status, blame FROM sample ORDER BY sibling") == [
+        ("timeout_cpu", "model"), ("not_used", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", [ScheduleKind.BOUNDED, ScheduleKind.FIXED])
+def test_a_failure_that_is_final_ends_its_slot_at_once(bench: Bench, schedule: ScheduleKind) -> None:
+    s = bench.scene(schedule=schedule, attempts_max=3, groups_per_step=1)
+    s.feed(1)
+    first, second = s.lease(2)
+    s.submit([second])
+    assert fail(s, (first,), final=True) == [SubmitOutcome.ACCEPTED]
+    assert s.lease(1) == () or s.lease(1)[0].key != first.key
+    if schedule is ScheduleKind.BOUNDED:
+        assert verdicts(bench)["0.0"] == "failed"
+    else:
+        assert verdicts(bench) == {}, "the fixed schedule may lose no member"
+        with pytest.raises(RunPaused, match=r"0\.0"):
+            s.plan(1)
+
+
+def test_too_many_infrastructure_failures_stop_planning_and_all_but_probes(bench: Bench) -> None:
+    s = bench.scene(**WINDOW)
+    s.feed(20)
+    good = s.lease(5)
+    s.submit(good)
+    bench.let_time_pass(1.0)
+    assert fail(s, s.lease(3)) == [SubmitOutcome.ACCEPTED] * 3 and breaker(s) == "closed", "3 of 8"
+    bench.let_time_pass(1.0)
+    assert fail(s, s.lease(1)) == [SubmitOutcome.ACCEPTED] and breaker(s) == "open", "4 of the newest 8"
+    with pytest.raises(NotReady, match="circuit breaker is open .* 4 of the newest 8 .* no sandbox"):
+        s.plan(1)
+    bench.let_time_pass(1.0)
+    probe = s.lease(10)
+    assert len(probe) == 1 and s.lease(10) == (), "one at a time"
+    bench.crash(s)
+    assert breaker(s) == "open", "its state is in the rows"
+    fail(s, probe)
+    for _ in range(3):
+        bench.let_time_pass(1.0)
+        assert breaker(s) == "open"
+        probe = s.lease(10)
+        assert len(probe) == 1
+        s.submit(probe)
+    assert breaker(s) == "closed"
+    assert len(s.plan(1).items) == 4 and len(s.lease(3)) == 3
+    kinds = [k for (k,) in bench.rows("SELECT kind FROM event WHERE kind LIKE 'breaker%' ORDER BY seq")]
+    assert kinds == ["breaker_opened", "breaker_closed"] and s.ledger.audit() == []
+
+
+def test_a_stored_plan_is_handed_out_while_the_breaker_is_open(bench: Bench) -> None:
+    s = bench.scene(**WINDOW | {"infra_window": 4, "infra_failures_max": 0.75})
+    s.feed(20)
+    s.fill(4)
+    plan = s.plan(1)
+    bench.let_time_pass(1.0)
+    fail(s, s.lease(4))
+    assert breaker(s) == "open" and s.plan(1) == plan and s.ledger.read_plan(0, 1) == plan
+
+
+def test_a_breaker_that_stays_open_pauses_the_run_for_the_operator(bench: Bench) -> None:
+    s = bench.scene(**WINDOW)
+    s.feed(20)
+    fail(s, s.lease(8))
+    assert breaker(s) == "open"
+    bench.let_time_pass(99.0)
+    with pytest.raises(NotReady):
+        s.plan(1)
+    bench.let_time_pass(2.0)
+    with pytest.raises(RunPaused, match="circuit breaker .* repair what failed"):
+        s.plan(1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": RewardStatus.NO_VERDICT, "reason": "its worker process died"},
+        {"blame": Blame.UNCLEAR, "status": RewardStatus.TIMEOUT},
+        {"blame": Blame.MODEL, "status": RewardStatus.NO_VERDICT},
+    ],
+)
+def test_what_is_not_infrastructures_own_failure_does_not_open_it(bench: Bench, changes: dict) -> None:
+    s = bench.scene(**WINDOW)
+    s.feed(20)
+    fail(s, s.lease(16), **changes)
+    assert breaker(s) == "closed"
+
+
+def test_it_stays_closed_before_there_are_enough_outcomes(bench: Bench) -> None:
+    s = bench.scene(**WINDOW)
+    s.feed(20)
+    fail(s, s.lease(7))
+    assert breaker(s) == "closed"
+
+
+def test_it_never_opens_where_it_is_switched_off(bench: Bench) -> None:
+    s = bench.scene(**WINDOW | {"infra_failures_max": 1.1})
+    s.feed(20)
+    fail(s, s.lease(16))
+    assert breaker(s) == "closed"
+
+
+def test_a_task_that_fails_on_every_healthy_worker_is_quarantined_with_its_evidence(bench: Bench) -> None:
+    s = bench.scene(attempts_max=3, groups_per_step=1, max_lag_versions=20, survivors_min=1)
+    s.feed(6)
+    workers = [s.worker(f"healthy-{i}") for i in range(3)]
+    poison = s.lease(1, workers[0])[0]
+    for worker in workers:
+        s.submit(s.lease(2, worker), worker)
+    grant = poison
+    for number, worker in enumerate(workers):
+        assert fail(s, (grant,), worker, reason=f"the sandbox of {worker} died") == [SubmitOutcome.ACCEPTED]
+        if number < 2:
+            grant = next(g for g in s.lease(1, workers[number + 1]) if g.key == poison.key)
+    assert {v for k, v in verdicts(bench).items() if k.startswith("0.")} == {"quarantined"}
+    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 0") == [(0,)], "the prompt is the problem"
+    story = json.dumps(s.ledger.explain(poison.key))
+    assert all(f"the sandbox of {w} died" in story for w in workers) and s.ledger.audit() == []
+
+
+def test_a_task_that_fails_on_one_worker_only_or_on_workers_that_never_succeed_is_not_poison(bench: Bench) -> None:
+    s = bench.scene(attempts_max=3, groups_per_step=1, max_lag_versions=20)
+    s.feed(6)
+    s.submit(s.lease(2))
+    grants = s.lease(1)
+    for _ in range(3):
+        fail(s, grants)
+        grants = s.lease(1)
+    sick = bench.rows("SELECT DISTINCT kind FROM verdict WHERE ordinal = 1")
+    assert set(sick) == {("failed",), ("cancelled",)} or set(sick) == {("failed",)}
+    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 1") == [(1,)], "refilled (R5)"
+
+
+def test_survivors_are_trained_and_too_few_are_dropped_and_refilled(bench: Bench) -> None:
+    s = bench.scene(group_size=4, survivors_min=2, attempts_max=1, groups_per_step=1, max_lag_versions=20)
+    s.feed(2, 4)
+    grants = s.lease(8)
+    s.submit(grants[:2])
+    fail(s, grants[2:4])
+    assert [i.key for i in s.plan(1).items] == [g.key for g in grants[:2]], "n >= max(2, ceil(G/2))"
+    s.submit(grants[4:5])
+    fail(s, grants[5:])
+    assert verdicts(bench)["1.0"] == "cancelled", "one survivor is no group: dropped with its sample"
+    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 1") == [(1,)], "and refilled (R5)"
+    assert s.ledger.audit() == []
