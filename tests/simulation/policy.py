@@ -20,7 +20,7 @@ from rollbook.core.config import Config
 from rollbook.core.host import host
 from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.ports import Generation, GenerationRequest, RewardResult, SamplingSettings
-from rollbook.core.records import FinishReason, RewardStatus, Trajectory
+from rollbook.core.records import Blame, FinishReason, RewardStatus, SandboxStatus, Trajectory
 from rollbook.core.weights import safetensors_digest
 from rollbook.learner.model import Policy, prepare_torch
 from rollbook.observe.failpoints import failpoint
@@ -120,5 +120,13 @@ def reward(completion: str, task: dict) -> RewardResult | float:
     """A coin that completion and task decide; where the task says so, now and then no verdict at all."""
     draw = hashlib.sha256(f"{completion}|{task['prompt']}".encode()).digest()
     if draw[1] < 256 * float(task.get("no_verdict", 0.0)):
-        return RewardResult(None, RewardStatus.NO_VERDICT, "the coin stood on its edge")
+        if draw[2] % 2:
+            return RewardResult(None, RewardStatus.NO_VERDICT, "the coin stood on its edge")
+        return RewardResult(
+            None,
+            RewardStatus.INFRA_ERROR,
+            "nobody was there to throw it",
+            sandbox_status=SandboxStatus.INFRA_SPAWN,
+            blame=Blame.INFRA,
+        )
     return float(draw[0] % 2)

@@ -19,6 +19,7 @@ from rollbook.cli.common import add_config, answering, ledger_of, read_config
 from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
 from rollbook.core.records import ID_MAX
+from rollbook.core.settings import SandboxConfig
 from rollbook.observe import failpoints
 from rollbook.report.progress import shown_url
 
@@ -34,7 +35,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     doctor_parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
     doctor_parser.add_argument("--constraints", help="constraints file to compare installed packages with")
     doctor_parser.add_argument("--failpoints", action="store_true", help="list the named crash points and what is armed")
-    doctor_parser.add_argument("--json", action="store_true", help="with --failpoints: as JSON")
+    doctor_parser.add_argument("--sandbox", action="store_true", help="attack every sandbox backend, show which would be taken")
+    doctor_parser.add_argument("--control", action="store_true", help="with --sandbox: also where nothing contains the attacks")
+    doctor_parser.add_argument("--json", action="store_true", help="with --failpoints or --sandbox: as JSON")
     doctor_parser.set_defaults(function=doctor)
     for name, function, text in (
         ("quarantine", quarantine, "take a group whose slots cannot be filled out of the run"),
@@ -92,6 +95,10 @@ def doctor(args: argparse.Namespace) -> int:
     if args.failpoints:
         _list_failpoints(args)
         return 0
+    if args.sandbox:
+        from rollbook.cli.sandboxing import sandbox_doctor
+
+        return sandbox_doctor(read_config(args).sandbox if args.config else SandboxConfig(), args.json, args.control)
     failed = 0
     for name, check in _checks(args):
         try:

@@ -16,11 +16,12 @@ from rollbook.report.progress import shown_url
 
 
 def check_inputs(config: Config) -> None:
-    """Model directory, tokenizer, task files and reward function can be used.
+    """Model directory, tokenizer, task files, and reward function or environment can be used.
 
     Raises: ConfigError, TaskError naming the thing and what it lacks.
     """
     from rollbook.rollout.model_files import read_model_files
+    from rollbook.tasks.environment_tasks import check_environment
     from rollbook.tasks.sources import load_heldout, load_source
     from rollbook.tasks.tokenizer import tokenizer_digest
     from rollbook.tasks.verifier import make_verifier
@@ -30,7 +31,10 @@ def check_inputs(config: Config) -> None:
     source = load_source(config)
     if config.task.heldout_path:
         load_heldout(config, source)
-    make_verifier(config)
+    if config.environment.name:
+        check_environment(config)
+    else:
+        make_verifier(config)
 
 
 def check_run_dir(config: Config) -> None:

@@ -1,14 +1,13 @@
 """The record a run is opened with: resolved configuration, digests of its inputs, versions of what computes (P12).
 
-Owns which inputs are hashed: model weights and configuration, tokenizer, chat template, dataset, reward code. Imports none
-of the heavy libraries.
+Owns which inputs are hashed: model weights and configuration, tokenizer, chat template, dataset, code of reward and
+environment. Imports none of the heavy libraries.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import platform
 from collections.abc import Iterable
@@ -19,6 +18,9 @@ from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError
 from rollbook.core.idempotency import digest
 from rollbook.core.records import RunRecord
+from rollbook.tasks.environment import environment_digest
+from rollbook.tasks.importing import source_file
+from rollbook.tasks.sources import load_source
 from rollbook.tasks.tokenizer import tokenizer_digests
 
 PACKAGES = (
@@ -48,16 +50,20 @@ def input_digests(config: Config) -> dict[str, str]:
         changes.TOKENIZER: tokenizer,
         changes.CHAT_TEMPLATE: template,
         changes.DATASET: _dataset_sha256(config),
-        changes.REWARD: file_sha256(_reward_source(config)),
+        changes.REWARD: file_sha256(source_file(config.task.reward, "task.reward")),
     }
+    if config.environment.name:
+        out[changes.ENVIRONMENT] = environment_digest(config)
     if config.task.heldout_path:
         out[changes.HELDOUT] = _task_file_sha256("task.heldout_path", config.task.heldout_path)
     return out
 
 
 def _dataset_sha256(config: Config) -> str:
-    """Of a task file, its bytes; of a procedural source, everything its items are made from."""
+    """Of a task file, its bytes; of a procedural source, everything its items are made from; of an environment, its tasks."""
     task = config.task
+    if task.source == "environment":
+        return load_source(config).digest()
     if task.source != "reasoning_gym":
         return _task_file_sha256("task.path", task.path)
     settings = json.dumps(task.settings, sort_keys=True)
@@ -68,23 +74,6 @@ def _task_file_sha256(field: str, text: str) -> str:
     if not Path(text).is_file():
         raise ConfigError(f"{field} = {text}: no such file")
     return file_sha256(Path(text))
-
-
-def _reward_source(config: Config) -> Path:
-    """The file the reward function is read from."""
-    module = config.task.reward.partition(":")[0]
-    source = Path(module) if module.endswith(".py") else None
-    if source is None:
-        try:
-            spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            spec = None
-        source = Path(spec.origin) if spec and spec.origin else None
-    if source is None or not source.exists():
-        raise ConfigError(
-            f"task.reward = {config.task.reward!r}: no module {module!r}; write module:attribute or file.py:attribute"
-        )
-    return source
 
 
 def files_sha256(directory: Path, names: Iterable[str]) -> str:

@@ -17,14 +17,14 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rollbook.core.config import FREE, config_from_table, portable_reward
+from rollbook.core.config import FREE, config_from_table, portable_code
 from rollbook.core.errors import ConfigError
 from rollbook.core.idempotency import digest
 from rollbook.core.tables import join
 
 WEIGHTS, ARCHITECTURE, TOKENIZER = "model.weights_sha256", "model.config_sha256", "model.tokenizer_sha256"
 CHAT_TEMPLATE, DATASET, HELDOUT = "model.chat_template_sha256", "task.dataset_sha256", "task.heldout_sha256"
-REWARD = "task.reward_sha256"
+REWARD, ENVIRONMENT = "task.reward_sha256", "environment.source_sha256"
 """Names of inputs: what a run reads beside its configuration."""
 
 _BY_FILE = "model/"
@@ -128,7 +128,7 @@ def refusal(run_id: str, changed: Mapping[str, str], fixed: Collection[str], acc
 def check_names(record_json: str, names: Collection[str]) -> None:
     """Refuse names that no field of the record has, with the nearest one. Raises ConfigError."""
     table = json.loads(record_json)
-    known = {*_leaves("", _resolved(table)), *table.get("inputs", {}), DATASET, HELDOUT}
+    known = {*_leaves("", _resolved(table)), *table.get("inputs", {}), DATASET, HELDOUT, ENVIRONMENT}
     for name in names:
         if name in known or name.startswith("task.settings.") or any(k.startswith((f"{name}.", f"{name}[")) for k in known):
             continue
@@ -142,7 +142,8 @@ def _resolved(table: dict[str, Any]) -> dict[str, Any]:
     config = table["config"] if isinstance(table.get("config"), dict) else table
     try:
         config = json.loads(config_from_table(config).to_json())
-        config["task"]["reward"] = portable_reward(config["task"]["reward"])
+        for section, name in (("task", "reward"), ("environment", "name")):
+            config[section][name] = portable_code(config[section][name])
     except ConfigError:
         pass  # of another release, or no configuration: its fields are compared as they are
     return config

@@ -95,10 +95,17 @@ class Config:
         content["run"] = {k: v for k, v in content["run"].items() if k in ("id", "seed", "steps")}
         for name in ("on_divergence", "fork_tolerance", "keep_orphans"):
             content["learner"].pop(name, None)
-        for section, name in (("model", "path"), ("task", "path"), ("task", "heldout_path")):
-            content[section].pop(name, None)
-        if "reward" in content["task"]:
-            content["task"]["reward"] = portable_reward(content["task"]["reward"])
+        for section, name in (
+            ("model", "path"), ("task", "path"), ("task", "heldout_path"), ("environment", "tool_s"), ("environment", "score_s"),
+            ("environment", "processes"), ("environment", "attempts_max"), ("sandbox", "slots"), ("sandbox", "attempts_max"),
+        ):  # fmt: skip
+            content.get(section, {}).pop(name, None)
+        for section, name in (("task", "reward"), ("environment", "name")):
+            if name in content.get(section, {}):
+                content[section][name] = portable_code(content[section][name])
+        for section in ("environment", "sandbox"):  # with only such fields it is as if it were not there
+            if not content.get(section):
+                content.pop(section, None)
         for section in ("supervisor", "ledger", "checkpoint", "chaos"):
             content.pop(section, None)
         content["ledger"] = _not_default(self.rules())
@@ -108,16 +115,35 @@ class Config:
 FREE = (
     "run.dir", "run.chaos_allowed", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
     "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "supervisor.", "chaos", "ledger.url", "ledger.address",
-    "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.group_commit_max", "ledger.payload_bytes_max",
-    "ledger.ordinals_per_partition",
+    "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port", "ledger.group_commit_max", "ledger.payload_bytes_max",
+    "ledger.ordinals_per_partition", "environment.tool_s", "environment.score_s", "environment.processes",
+    "environment.attempts_max", "sandbox.slots", "sandbox.attempts_max",
 )  # fmt: skip
 """Beginnings of the paths that are not part of ``Config.digest``: they may change at any time."""
 
 
-def portable_reward(spec: str) -> str:
-    """``task.reward`` without the folder of its file."""
-    place, colon, attribute = spec.rpartition(":")
-    return f"{Path(place).name}{colon}{attribute}" if place.endswith(".py") else spec
+ADAPTERS = ("trl", "verl", "rg", "verifiers")
+"""Prefixes of ``environment.name`` under which other libraries' conventions are read."""
+
+
+def split_adapter(spec: str) -> tuple[str, str]:
+    """``"trl:rest"`` to ``("trl", "rest")``; no prefix is ``""``."""
+    prefix, colon, rest = spec.partition(":")
+    return (prefix, rest) if colon and prefix in ADAPTERS else ("", spec)
+
+
+def portable_code(spec: str) -> str:
+    """The name of some code (``task.reward``, ``environment.name``) without the folder of its file."""
+    return _with_file(spec, lambda file: Path(file).name)
+
+
+def _with_file(spec: str, change: typing.Callable[[str], str]) -> str:
+    """The name of some code with its file changed, where it has one: ``[ADAPTER:]FILE.py[:ATTRIBUTE]``."""
+    prefix, rest = split_adapter(spec)
+    file, colon, attribute = rest.rpartition(":") if not rest.endswith(".py") else (rest, "", "")
+    if not file.endswith(".py"):
+        return spec
+    return f"{prefix}{':' if prefix else ''}{change(file)}{colon}{attribute}"
 
 
 def _not_default(value: typing.Any) -> typing.Any:
@@ -171,12 +197,12 @@ def _resolve_paths(config: Config, base: Path) -> Config:
 
     replace = dataclasses.replace
     run = replace(config.run, dir=absolute(config.run.dir))
-    reward_place, colon, attribute = config.task.reward.rpartition(":")
-    reward = f"{absolute(reward_place)}{colon}{attribute}" if reward_place.endswith(".py") else config.task.reward
+    reward = _with_file(config.task.reward, absolute)
+    environment = replace(config.environment, name=_with_file(config.environment.name, absolute))
     task = replace(config.task, path=absolute(config.task.path), heldout_path=absolute(config.task.heldout_path), reward=reward)
     model = replace(config.model, path=absolute(config.model.path))
     ledger = config.ledger
     url = ledger.url or f"sqlite:///{run.dir}/ledger.sqlite"
     if url.startswith("sqlite:///") and not url.startswith("sqlite:////"):
         url = f"sqlite:///{absolute(url.removeprefix('sqlite:///'))}"
-    return replace(config, run=run, task=task, model=model, ledger=replace(ledger, url=url))
+    return replace(config, run=run, task=task, model=model, environment=environment, ledger=replace(ledger, url=url))

@@ -20,7 +20,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.kind": ("bounded", "fixed"),
     "ledger.late_submit": ("salvage", "strict"),
     "ledger.straggler": ("wait", "drop"),
-    "task.source": ("jsonl", "parquet", "reasoning_gym"),
+    "task.source": ("jsonl", "parquet", "reasoning_gym", "environment"),
+    "sandbox.backend": ("auto", "zygote", "bubblewrap", "landlock", "unsafe"),
     "learner.objective": (
         "decoupled", "ppo_clip", "ppo_dual_clip", "two_sided", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "cispo_cap",
         "reinforce_is", "scalerl", "topr", "dppo_kl",
@@ -45,12 +46,16 @@ AT_LEAST: dict[str, float] = {
     "learner.groups_per_step": 1, "learner.group_size": 1, "learner.minibatches": 1, "learner.micro_batch_size": 0,
     "learner.lr": 0, "learner.warmup_steps": 0, "learner.threads": 1, "learner.fork_tolerance": 0, "ledger.attempts_max": 1,
     "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
-    "ledger.ordinals_per_partition": 1,
+    "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
+    "environment.turns_max": 1,
+    "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 1, "sandbox.memory_mb": 32,
+    "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1, "sandbox.attempts_max": 1,
 }  # fmt: skip
 """Smallest value of a number."""
 
 POSITIVE = (
     "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
+    "ledger.breaker_pause_s", "environment.tool_s", "environment.score_s", "sandbox.cpu_s", "sandbox.wall_s",
 )  # fmt: skip
 """Numbers that must exceed 0."""
 
@@ -108,11 +113,17 @@ def check(c: Config) -> None:
     need(c.ledger.lease_ttl_s > 3 * c.ledger.heartbeat_s,
          f"ledger.lease_ttl_s = {c.ledger.lease_ttl_s} must exceed 3 x ledger.heartbeat_s = {3 * c.ledger.heartbeat_s}, "
          "or one lost heartbeat loses the lease")  # fmt: skip
+    need(c.environment.name or not c.environment.settings,
+         "environment.settings are given, but environment.name is empty: name the environment that takes them")  # fmt: skip
+    need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     for index, worker in enumerate(c.workers):
         _check_worker(worker, f"workers[{index}]", c.sampling.max_new_tokens)
     need(sum(w.count for w in c.workers) >= 1, "at least one [[workers]] entry with count >= 1 is needed")
     if c.task.source == "reasoning_gym":
         need(bool(c.task.name), "task.name is missing: the reasoning_gym dataset to draw from, for example 'chain_sum'")
+    elif c.task.source == "environment":
+        need(bool(c.environment.name), "environment.name is missing: task.source = 'environment' takes its tasks from it; write "
+             "module:attribute, file.py:attribute, or the name of an installed environment")  # fmt: skip
     else:
         need(bool(c.task.path), f"task.path is missing: the {c.task.source} file to read")
 

@@ -93,7 +93,7 @@ def evaluate_version(config: Config, ledger: LedgerPort, version: int, size: int
             )
             for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
         ]  # fmt: skip
-        judge = open_judge(config)
+        judge = open_judge(config).judge
         try:
             settings = SamplingSettings(config.sampling.temperature, config.sampling.max_new_tokens, config.sampling.ignore_eos)
             greedy = _mean_reward(config, judge, grants, lambda batch: engine.greedy(batch, settings.max_new_tokens))

@@ -60,7 +60,7 @@ def _played(config: Config, ledger: LedgerPort, engine: Engine, stored: SampleDa
     key, s = stored.key, config.sampling
     settings = SamplingSettings(s.temperature, s.max_new_tokens, s.ignore_eos)
     grant = LeaseGrant(key, 1, 1, 0.0, sample_seed(config.run.seed, key), stored.prompt_ids, "{}", 0, version, "")
-    judge = open_judge(config)
+    judge = open_judge(config).judge
     try:
         journal = RecordedCalls(ledger.tool_calls(key), closed=True)
         episodes = episodes_of(config, judge, journal, version, lambda requests: engine.generate(requests, settings))

@@ -18,12 +18,21 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollbook.core.environments import Episode, RewardResult, ToolReply, ToolRequest, Turn
-from rollbook.core.errors import Conflict, Fenced
+from rollbook.core.errors import Conflict, Fenced, VerifierError
 from rollbook.core.host import host
 from rollbook.core.idempotency import digest, turn_seed
 from rollbook.core.packing import pack_f32, pack_i32, unpack_i32
 from rollbook.core.ports import Generation, GenerationRequest, LedgerPort
-from rollbook.core.records import FinishReason, LeaseGrant, SandboxStatus, SlotKey, ToolCall, Trajectory
+from rollbook.core.records import (
+    Blame,
+    FinishReason,
+    LeaseGrant,
+    RewardStatus,
+    SandboxStatus,
+    SlotKey,
+    ToolCall,
+    Trajectory,
+)
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.delivery import repeat_call
 from rollbook.tasks.turns import TurnCodec
@@ -221,7 +230,11 @@ class Episodes:
         episode.finish = generation.finish_reason
         request = None
         if self.judge.pure_tools and generation.finish_reason is FinishReason.STOP:
-            request = self.judge.parse(text)
+            try:
+                request = self.judge.parse(text)
+            except VerifierError as error:
+                self._end(episode, _unjudged(error))
+                return
         episode.turns.append(Turn(text, request))
         if request is None or generation.trajectory.n_tokens == 0:
             self._score(episode)
@@ -288,7 +301,11 @@ class Episodes:
         """Put a tool's answer behind the turn, masked from the loss, and let the model go on; or end for want of room."""
         turn = episode.turns[-1]
         episode.turns[-1] = Turn(turn.text, turn.request, reply)
-        ids = self.codec.reply_ids(self.judge.render(reply))
+        try:
+            ids = self.codec.reply_ids(self.judge.render(reply))
+        except VerifierError as error:
+            self._end(episode, _unjudged(error))
+            return
         if len(episode.tokens) + len(ids) >= self.tokens_max:
             self._score(episode, FinishReason.LENGTH)
             return
@@ -349,6 +366,11 @@ class Episodes:
                 episode.generate_s, verify_s, evidence,
             )
         )  # fmt: skip
+
+
+def _unjudged(error: VerifierError) -> RewardResult:
+    """The environment cannot read or write a turn: no verdict."""
+    return RewardResult(None, RewardStatus.VERIFIER_ERROR, str(error), blame=Blame.UNCLEAR)
 
 
 def _with_response(call: ToolCall, response_json: str) -> ToolCall:

@@ -8,9 +8,12 @@ is a status, not a number (P6).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 
 from rollbook.core.config import Config
 from rollbook.core.environments import Episode, RewardResult, ToolReply, ToolRequest
@@ -18,7 +21,12 @@ from rollbook.core.errors import VerifierError
 from rollbook.core.host import host
 from rollbook.core.records import Blame, RewardStatus
 from rollbook.rollout.episodes import Judge
+from rollbook.sandbox.selection import Selection, select
+from rollbook.tasks.child_client import EnvironmentPool
+from rollbook.tasks.environment import judges_in_process
 from rollbook.tasks.verifier import make_verifier
+
+log = logging.getLogger(__name__)
 
 _REASON_CHARS_MAX = 2000
 
@@ -58,9 +66,41 @@ class RewardJudge:
         """Nothing to end."""
 
 
-def open_judge(config: Config) -> Judge:
-    """The judge of a run's episodes, ready to be asked. Raises ConfigError."""
-    return RewardJudge(config)
+@dataclass(slots=True)
+class Opened:
+    """A judge and what is to be recorded of it."""
+
+    judge: Judge
+    selection: Selection | None = None
+    """The sandbox it runs code in; None where it needs none."""
+
+    def labels(self) -> dict[str, object]:
+        """For the worker's row: a run whose sandbox contains nothing must say so wherever it is looked at."""
+        if self.selection is None:
+            return {}
+        chosen = self.selection
+        return {"sandbox": {"backend": chosen.backend, "contained": chosen.contained, "enforced": list(chosen.enforced)}}
+
+
+def open_judge(config: Config, log_path: Path | None = None) -> Opened:
+    """The judge of a run's episodes, ready to be asked.
+
+    Code of the service itself judges in this process; whatever a user brings, in processes of its own. Where the environment
+    runs model-written code, the sandbox is chosen now, by attack.
+    Raises: ConfigError (no such reward or environment, it cannot be opened, or nothing here contains the attacks).
+    """
+    if judges_in_process(config):
+        return Opened(RewardJudge(config))
+    chosen: list[Selection] = []
+
+    def backend() -> str:
+        chosen.append(select(config.sandbox, Path(config.run.dir) / "sandbox"))
+        if not chosen[0].contained:
+            log.warning("sandbox.backend = 'unsafe': model-written code reaches this machine", extra={"event": "sandbox_unsafe"})
+        return chosen[0].backend
+
+    pool = EnvironmentPool(config, backend, log_path)
+    return Opened(pool, chosen[0] if chosen else None)
 
 
 def _last_line(error: VerifierError) -> str:

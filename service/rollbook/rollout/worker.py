@@ -86,13 +86,15 @@ def run_worker(
     failpoint("worker.start.after_spool")
     delivery.report(note.left_by(superseded()))
     failpoint("worker.start.after_note")
-    judge = open_judge(config)
-    codec = make_codec(config)
-    engine = engine_factory(config, kind)
+    opened = open_judge(config, Path(config.run.dir) / "logs" / f"environment-{index}.log")
+    judge = opened.judge
+    engine = None
     try:
+        codec = make_codec(config)
+        engine = engine_factory(config, kind)
         manifest = engine.manifest()
         log.info("engine ready", extra={"event": "engine_ready", "manifest": json.dumps(manifest)})
-        labels = {"name": f"worker-{index}", "pid": os.getpid(), "engine": manifest}
+        labels = {"name": f"worker-{index}", "pid": os.getpid(), "engine": manifest, **opened.labels()}
         repeat_call(
             lambda: client.register_worker(me, socket.gethostname(), kind.engine, json.dumps(labels)), stop
         )
@@ -104,7 +106,8 @@ def run_worker(
             beat.stop()
     finally:
         judge.close()
-        engine.close()
+        if engine is not None:
+            engine.close()
     log.info("worker done", extra={"event": "worker_done", **{o.value: n for o, n in delivery.outcomes.items()}})
 
 

@@ -30,7 +30,7 @@ class TaskSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict:
-        """A task: at least ``prompt`` and ``answer`` (str); JSON-able."""
+        """A task: at least ``prompt`` (str) and, where a reward judges it, ``answer`` (str); JSON-able."""
         ...
 
     def name(self, index: int) -> str:
@@ -115,7 +115,7 @@ def _listed(path: Path, rows: Iterator[tuple[str, dict]], shape: TaskShape) -> L
     names: list[str] = []
     contents: list[bytes] = []
     for name, row in rows:
-        contents.append(_canonical(row, name))
+        contents.append(canonical(row, name))
         tasks.append(shape.apply(row, name))
         names.append(name)
     if not tasks:
@@ -123,8 +123,8 @@ def _listed(path: Path, rows: Iterator[tuple[str, dict]], shape: TaskShape) -> L
     return ListedTasks(tasks, names, digest("tasks", *contents))
 
 
-def _canonical(row: dict, where: str) -> bytes:
-    """Canonical bytes of a row: the same whichever file format it came in."""
+def canonical(row: dict, where: str) -> bytes:
+    """Canonical bytes of a row: the same wherever it came from. Raises TaskError naming ``where``."""
     try:
         return json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:  # ValueError: not a number, or a lone surrogate
@@ -185,8 +185,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def load_source(config: Config) -> TaskSource:
-    """The run's training tasks. Raises TaskError (file), ConfigError (settings)."""
+    """The run's training tasks. Raises TaskError (file, environment), ConfigError (settings)."""
     shape = TaskShape.of(config.task)
+    if config.task.source == "environment":
+        return _of_environment(config, "train")
     if config.task.source == "reasoning_gym":
         from rollbook.tasks.procedural import ProceduralTasks, training_seed
 
@@ -197,8 +199,9 @@ def load_source(config: Config) -> TaskSource:
 def load_heldout(config: Config, training: TaskSource) -> TaskSource | None:
     """Tasks for evaluation, at most ``task.heldout_size``, none of which has the prompt of a training task.
 
-    From ``heldout_path`` (first tasks in file order; Parquet by its suffix), else from a procedural source under seeds
-    disjoint from training; None where a file source names no held-out file.
+    From ``heldout_path`` (first tasks in file order; Parquet by its suffix), else from the environment's held-out tasks or a
+    procedural source under seeds disjoint from training; None where a file source names no held-out file and where an
+    environment has no held-out tasks.
 
     Raises: TaskError (unreadable, or every candidate is a training task).
     """
@@ -206,6 +209,10 @@ def load_heldout(config: Config, training: TaskSource) -> TaskSource | None:
     shape = TaskShape.of(task)
     if task.heldout_path:
         candidates: TaskSource = _read_file(task.heldout_path, shape, parquet=task.heldout_path.endswith(".parquet"))
+    elif task.source == "environment":
+        candidates = _of_environment(config, "heldout")
+        if not len(candidates):
+            return None
     elif task.source == "reasoning_gym":
         from rollbook.tasks.procedural import ProceduralTasks, heldout_seed
 
@@ -213,7 +220,21 @@ def load_heldout(config: Config, training: TaskSource) -> TaskSource | None:
         candidates = ProceduralTasks(task.name, task.settings, heldout_seed(config.run.seed), tries, shape)
     else:
         return None
-    return _disjoint(candidates, training, task.heldout_size, repeats=bool(task.heldout_path))
+    return _disjoint(candidates, training, task.heldout_size, repeats=bool(task.heldout_path) or task.source == "environment")
+
+
+def _of_environment(config: Config, split: str) -> ListedTasks:
+    """Tasks that the run's environment brings; only the held-out ones may be none. Raises TaskError, ConfigError."""
+    from rollbook.tasks.environment_tasks import read_tasks  # other sources need no process
+
+    rows = read_tasks(config, split)
+    if not rows and split == "train":
+        raise TaskError(f"environment.name = {config.environment.name!r}: load('train') gives no tasks")
+    shown = f"{config.environment.name} {split} task"
+    names = [f"{shown} {number}" for number in range(1, len(rows) + 1)]
+    template = config.task.prompt_template
+    tasks = [row | {"prompt": render_prompt(template, row, name)} for row, name in zip(rows, names, strict=True)]
+    return ListedTasks(tasks, names, digest("tasks", *map(canonical, rows, names)))
 
 
 def _read_file(path: str, shape: TaskShape, *, parquet: bool) -> ListedTasks:
@@ -243,5 +264,5 @@ def _disjoint(candidates: TaskSource, training: TaskSource, size: int, *, repeat
     if n_trained or len(tasks) < size:
         log.warning("held-out tasks: %d of %d wanted; %d candidates left out because their prompts are trained on or repeated",
                     len(tasks), size, n_trained, extra={"event": "heldout_reduced"})  # fmt: skip
-    contents = [_canonical(task, name) for task, name in zip(tasks, names, strict=True)]
+    contents = [canonical(task, name) for task, name in zip(tasks, names, strict=True)]
     return ListedTasks(tasks, names, digest("tasks", *contents))

@@ -7,26 +7,25 @@ format is no failure but an outcome: reward 0, and the model is to blame.
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib
-import importlib.util
+import dataclasses
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rollbook.core.config import Config
+from rollbook.core.environments import RewardResult
 from rollbook.core.errors import ConfigError, VerifierError
 from rollbook.core.idempotency import digest
-from rollbook.core.ports import Reward, RewardResult
-from rollbook.core.records import RewardStatus
+from rollbook.core.ports import Reward
+from rollbook.core.records import Blame, RewardStatus, SandboxStatus
 from rollbook.tasks.extract import check_pattern, extract
+from rollbook.tasks.importing import attribute_of, load_attribute, load_module
 from rollbook.tasks.rewards import reasoning_gym_score
 
 Verifier = Callable[[str, dict], RewardResult]
+
+_FIELD = "task.reward"
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -56,32 +55,46 @@ def make_verifier(config: Config) -> Verifier:
             result: Any = reward(answer, task)
         except (Exception, SystemExit) as error:  # user code: whatever it raises is reported, never a reward
             raise VerifierError(f"reward function {spec} raised {type(error).__name__}: {error}") from error
-        return _normalised(result, spec)
+        return normalised(result, f"reward function {spec}")
 
     return verify
 
 
-def _normalised(result: Any, spec: str) -> RewardResult:
-    """A checked result. Raises VerifierError when it is neither a number nor a RewardResult."""
-    evidence = ""
-    if isinstance(result, RewardResult):
-        if not isinstance(result.evidence, str) or not isinstance(result.status, RewardStatus):
-            said = f"{result!r:.200}: status must be a RewardStatus, evidence a text"
-            raise VerifierError(f"reward function {spec} returned {said}")
-        if result.value is None:
-            return result
-        result, evidence = result.value, result.evidence
+def normalised(result: Any, who: str) -> RewardResult:
+    """What a judge called ``who`` returned, as a checked result.
+
+    Raises: VerifierError (neither a number nor a RewardResult, or one with fields of other types).
+    """
     if result is None:
-        return RewardResult(None, RewardStatus.NO_VERDICT, f"reward function {spec} returned None")
+        return RewardResult(None, RewardStatus.NO_VERDICT, f"{who} returned None")
+    given = result if isinstance(result, RewardResult) else None
+    if given is not None:
+        _check_types(given, who)
+        if given.value is None:
+            return given
+        result = given.value
     try:
         if isinstance(result, str | bytes):
             raise TypeError("text is not a reward")
         value = float(result)
     except (TypeError, ValueError, OverflowError) as error:
-        raise VerifierError(f"reward function {spec} returned {result!r:.80}, expected a number or a RewardResult") from error
+        raise VerifierError(f"{who} returned {result!r:.80}, expected a number or a RewardResult") from error
     if not math.isfinite(value):
-        return RewardResult(None, RewardStatus.VERIFIER_ERROR, f"reward function {spec} returned {value}")
-    return RewardResult(value, evidence=evidence)
+        return RewardResult(None, RewardStatus.VERIFIER_ERROR, f"{who} returned {value}")
+    return RewardResult(value) if given is None else dataclasses.replace(given, value=value)
+
+
+def _check_types(result: RewardResult, who: str) -> None:
+    if not isinstance(result.evidence, str) or not isinstance(result.status, RewardStatus):
+        raise VerifierError(f"{who} returned {result!r:.200}: status must be a RewardStatus, evidence a text")
+    if not isinstance(result.sandbox_status, SandboxStatus) or not isinstance(result.blame, Blame | None):
+        raise VerifierError(f"{who} returned {result!r:.200}: sandbox_status must be a SandboxStatus, blame a Blame or None")
+    try:
+        parts = [value for name, value in result.parts.items() if isinstance(name, str) and math.isfinite(value)]
+        if len(parts) < len(result.parts):
+            raise ValueError("a part has no name or no finite value")
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise VerifierError(f"{who} returned {result!r:.200}: parts must map names to finite numbers ({error})") from None
 
 
 def load_reward(spec: str) -> Reward:
@@ -89,62 +102,14 @@ def load_reward(spec: str) -> Reward:
 
     Raises: ConfigError naming what is missing; an exception while importing the module is chained.
     """
-    module = _module(spec)
-    target: Any = module
-    for part in _attribute(spec).split("."):
-        if not hasattr(target, part):
-            near = difflib.get_close_matches(part, dir(target), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"task.reward = {spec!r}: {module.__file__ or module.__name__} has no {part!r}{hint}")
-        target = getattr(target, part)
+    target: Any = load_attribute(spec, _FIELD)
     if not callable(target):
-        raise ConfigError(f"task.reward = {spec!r} is a {type(target).__name__}, expected a function (completion, task)")
+        raise ConfigError(f"{_FIELD} = {spec!r} is a {type(target).__name__}, expected a function (completion, task)")
     return target
 
 
 def reward_digest(spec: str) -> str:
     """sha256 hex over the name and the source file of a reward function, for the run's manifest (P12). Raises ConfigError."""
-    file = _module(spec).__file__
+    file = load_module(spec, _FIELD).__file__
     source = Path(file).read_bytes() if file else b""
-    return digest("reward", _attribute(spec), source)
-
-
-def _attribute(spec: str) -> str:
-    return spec.rpartition(":")[2]
-
-
-def _module(spec: str) -> ModuleType:
-    place, colon, attribute = spec.rpartition(":")
-    if not (place and colon and attribute):
-        raise ConfigError(f"task.reward = {spec!r}: write module:attribute or file.py:attribute")
-    if place.endswith(".py"):
-        return _module_from_file(Path(place).resolve(), spec)
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name and (place == error.name or place.startswith(f"{error.name}.")):
-            raise ConfigError(f"task.reward = {spec!r}: there is no module {error.name!r} on the import path; "
-                              "name a file as path/to/file.py:attribute") from None  # fmt: skip
-        raise ConfigError(f"task.reward = {spec!r}: importing {place} failed: {error}") from error
-    except Exception as error:  # user code at import; reported with its cause
-        raise ConfigError(f"task.reward = {spec!r}: importing {place} raised {type(error).__name__}: {error}") from error
-
-
-def _module_from_file(file: Path, spec: str) -> ModuleType:
-    if not file.is_file():
-        raise ConfigError(f"task.reward = {spec!r}: there is no file {file}")
-    # The path is part of the name, so that two files called reward.py do not shadow each other.
-    name = f"rollbook_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    found = importlib.util.spec_from_file_location(name, file)
-    if found is None or found.loader is None:
-        raise ConfigError(f"task.reward = {spec!r}: {file} cannot be imported")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
-    try:
-        found.loader.exec_module(module)
-    except Exception as error:  # user code at import; reported with its cause
-        del sys.modules[name]
-        raise ConfigError(f"task.reward = {spec!r}: importing {file} raised {type(error).__name__}: {error}") from error
-    return module
+    return digest("reward", attribute_of(spec), source)

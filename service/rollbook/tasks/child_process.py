@@ -1,0 +1,161 @@
+"""An environment process as the one who started it holds it: start, messages, death.
+
+Owns the two sockets, the log and the end of the whole tree. Never waits for an answer and never starts a process again
+(``child_pool`` does). Used by one thread, which must live as long as the process: the kernel ends the process with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from rollbook.core.errors import Unavailable
+from rollbook.core.host import host
+from rollbook.tasks import wire
+
+LOG_BYTES_MAX = 64 << 20
+"""A log that environments have filled to this size begins again."""
+
+_LOG_TAIL_BYTES = 4096
+_LOG_TAIL_LINES = 8
+_END_S = 6.0
+_READ_BYTES = 1 << 18
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+class ChildProcess:
+    """One started environment process."""
+
+    def __init__(self, log_path: Path | None, opening: Mapping[str, Any]) -> None:
+        """Start it and send it what to open; what it prints is appended to the log (None: to a file without a name).
+
+        Raises: OSError (no process, no log).
+        """
+        self._log: IO[bytes] = tempfile.TemporaryFile() if log_path is None else _opened(log_path)
+        self._log_start = self._log.seek(0, os.SEEK_END)
+        self._control, control = socket.socketpair()
+        self._requests, requests = socket.socketpair()
+        self._unframed, self._unsent = wire.Unframed(), bytearray()
+        environ = {"PYTHONHASHSEED": "0"} | dict(host().environ)
+        environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [environ.get("PYTHONPATH")])])
+        fds = (control.fileno(), requests.fileno())
+        argv = [sys.executable, "-P", "-u", "-m", "rollbook.tasks.child", *map(str, fds), str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=fds, start_new_session=True,
+                env=environ,
+            )  # fmt: skip
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            control.close()
+            requests.close()
+        self.pid = self._process.pid
+        self._requests.setblocking(False)
+        self._control.setblocking(False)
+        self.send({"split": "", "sys_path": [path or os.getcwd() for path in sys.path]} | dict(opening))
+
+    def watched(self) -> list[tuple[int, int]]:
+        """File descriptors with the events that mean there is something to do (``select.poll``)."""
+        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        return [(self._control.fileno(), select.POLLIN), (self._requests.fileno(), events)]
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send, or keep until it can be sent. Raises like ``wire.frame``."""
+        self._unsent += wire.frame(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what could not be sent before; a dead process loses it silently."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._requests.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ConnectionResetError):
+            self._unsent.clear()
+
+    def received(self) -> list[dict[str, Any]]:
+        """The messages that have arrived. Raises ValueError (what arrived is no message)."""
+        self.flush()
+        out: list[dict[str, Any]] = []
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while data := self._requests.recv(_READ_BYTES):
+                out += self._unframed.feed(data)
+        return out
+
+    def ended(self) -> str | None:
+        """How it ended, once the whole tree has; None while it lives."""
+        said = b""
+        try:
+            while data := self._control.recv(256):
+                said += data
+        except BlockingIOError:
+            if not said:
+                return None
+        except ConnectionResetError:
+            pass
+        return said.decode(errors="replace") or "it was killed"
+
+    def finish(self) -> None:
+        """Ask it to close its sandbox and end; ``end`` is still to be called."""
+        with contextlib.suppress(OSError):
+            self._requests.shutdown(socket.SHUT_RDWR)
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Kill it with everything it has started, after the grace that it has for ending by itself.
+
+        Raises: Unavailable (it does not die, which only a kernel in trouble makes happen).
+        """
+        self._wait_gone(grace_s)
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)  # what the guardian waits for
+        self._wait_gone(_END_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # it is not reaped yet, so the number is still its own
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"the environment process {self.pid} does not die; end it by hand") from None
+        finally:
+            self._close()
+
+    def last_lines(self) -> str:
+        """The end of what it has printed, in one line; empty when it printed nothing."""
+        size = os.fstat(self._log.fileno()).st_size
+        start = max(min(self._log_start, size), size - _LOG_TAIL_BYTES)
+        text = os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
+        return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-_LOG_TAIL_LINES:])
+
+    def bound_log(self) -> None:
+        """Begin the log again when it has become too large; the process appends, so it goes on at the beginning."""
+        if os.fstat(self._log.fileno()).st_size > LOG_BYTES_MAX:
+            os.ftruncate(self._log.fileno(), 0)
+
+    def _wait_gone(self, within_s: float) -> None:
+        if within_s <= 0:
+            return
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        until = host().monotonic() + within_s
+        while self.ended() is None and (left := until - host().monotonic()) > 0:
+            poll.poll(left * 1000)
+
+    def _close(self) -> None:
+        for thing in (self._control, self._requests, self._log):
+            thing.close()
+
+
+def _opened(path: Path) -> IO[bytes]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a+b")

@@ -1,0 +1,442 @@
+"""Environment processes: whatever the author's code does, questions end with the right status and never with a made-up number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from environment_support import alive, eventually, said, scripted
+
+from rollbook.core.environments import RewardResult, ToolReply, ToolRequest
+from rollbook.core.errors import ConfigError, RestartBudgetSpent, VerifierError
+from rollbook.core.records import Blame, RewardStatus, SandboxStatus
+from rollbook.tasks import child_client, child_pool, child_process
+from rollbook.tasks.child_client import EnvironmentPool
+from task_fixtures import make_config
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnvironmentPool, Path]]:
+    folder = tmp_path_factory.mktemp("shared")
+    pool = EnvironmentPool(scripted(folder, attempts_max=2), log_path=folder / "logs" / "environment.log")
+    yield pool, folder
+    pool.close()
+
+
+@pytest.fixture
+def pool(shared: tuple[EnvironmentPool, Path]) -> EnvironmentPool:
+    """Asks each question twice at most."""
+    return shared[0]
+
+
+@pytest.fixture
+def folder(shared: tuple[EnvironmentPool, Path]) -> Path:
+    """Where the scripted environment of ``pool`` leaves its marks; none are there yet."""
+    for mark in shared[1].iterdir():
+        if mark.is_file() and mark.suffix != ".py":
+            mark.unlink()
+    return shared[1]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[EnvironmentPool]:
+    """A pool for one test, with marks in its ``tmp_path``."""
+    pool = EnvironmentPool(scripted(tmp_path))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[EnvironmentPool]:
+    """Judgements of more than a second are too long."""
+    pool = EnvironmentPool(scripted(tmp_path, score_s=1.0))
+    yield pool
+    pool.close()
+
+
+def judge(pool: EnvironmentPool, completion: str, key: str = "r/1.0") -> RewardResult:
+    return pool.score(said(completion), key=key, seed=5).result(60)
+
+
+def call(pool: EnvironmentPool, tool: str, do: str, key: str = "r/1.0") -> ToolReply:
+    return pool.call_tool(ToolRequest(tool, {"do": do}), [], key=key, call_index=2, seed=5).result(60)
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_values_come_back_with_everything_said_beside_them(pool: EnvironmentPool) -> None:
+    assert judge(pool, "one") == RewardResult(1.0)
+    full = RewardResult(0.25, evidence="r/1.0", parts={"form": 1.0, "seed": 5.0}, sandbox_status=SandboxStatus.OK)
+    assert judge(pool, "full") == full
+    assert pool.pure_tools == {"pure": True, "impure": False} and not pool.needs_sandbox
+
+
+def test_a_run_without_environment_is_judged_by_its_reward_function(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(completion, task):\n    return 1 / len(completion)\n")
+    pool = EnvironmentPool(make_config(task={"reward": f"{tmp_path / 'mine.py'}:reward"}))
+    try:
+        assert judge(pool, "four").value == 0.25
+        wrong = judge(pool, "")
+        assert wrong.value is None and wrong.status is RewardStatus.VERIFIER_ERROR
+        assert "raised ZeroDivisionError: division by zero" in wrong.evidence and "mine.py:2)" in wrong.evidence
+        assert pool.pure_tools == {} and pool.parse("anything") is None
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("does", "status", "told"),
+    [
+        ("none", RewardStatus.NO_VERDICT, "returned None"),
+        ("nan", RewardStatus.VERIFIER_ERROR, "returned nan"),
+        ("infinite", RewardStatus.VERIFIER_ERROR, "returned inf"),
+        ("text", RewardStatus.VERIFIER_ERROR, "returned '1.0', expected a number"),
+        ("throw", RewardStatus.VERIFIER_ERROR, "raised Raised: why not"),
+        ("leave", RewardStatus.VERIFIER_ERROR, "raised SystemExit: 0"),
+        ("interrupt", RewardStatus.VERIFIER_ERROR, "raised KeyboardInterrupt"),
+        ("cancel", RewardStatus.VERIFIER_ERROR, "raised CancelledError"),
+        ("hog", RewardStatus.VERIFIER_ERROR, "MemoryError"),
+        ("no_such_method", RewardStatus.VERIFIER_ERROR, "AttributeError"),
+        ("kill", RewardStatus.VERIFIER_ERROR, "killed by SIGKILL"),
+        ("crash", RewardStatus.VERIFIER_ERROR, "killed by SIGSEGV"),
+        ("depart", RewardStatus.VERIFIER_ERROR, "exit code 0"),
+    ],
+)
+def test_no_verdict_is_told_by_its_status_and_never_a_number(
+    pool: EnvironmentPool, does: str, status: RewardStatus, told: str
+) -> None:
+    result = judge(pool, does)
+    assert (result.value, result.status, result.blame) == (None, status, Blame.UNCLEAR)
+    assert told in result.evidence
+    assert judge(pool, "one").value == 1.0
+
+
+@pytest.mark.parametrize("does", ["spin", "sleep"])
+def test_a_score_that_does_not_end_is_a_timeout_after_one_repetition(hasty: EnvironmentPool, does: str) -> None:
+    result = judge(hasty, does)
+    assert (result.value, result.status, result.blame) == (None, RewardStatus.TIMEOUT, Blame.UNCLEAR)
+    assert "no answer within 1 s" in result.evidence
+    assert judge(hasty, "one").value == 1.0 and hasty.restarts == 2
+
+
+def test_the_line_that_raised_is_told(pool: EnvironmentPool) -> None:
+    assert "scripted.py:" in judge(pool, "throw").evidence
+
+
+def test_a_score_that_raised_is_asked_again_in_fresh_processes(own: EnvironmentPool, tmp_path: Path) -> None:
+    assert judge(own, "throw").value is None
+    seen = lines(tmp_path / "processes")
+    assert len(seen) == len(set(seen)) == 3
+
+
+def test_a_score_that_raises_once_is_given_the_second_time(pool: EnvironmentPool, folder: Path) -> None:
+    assert judge(pool, "throw_once") == RewardResult(0.75)
+
+
+def test_a_failure_of_infrastructure_is_asked_again_and_blamed_on_it(pool: EnvironmentPool, folder: Path) -> None:
+    assert judge(pool, "lost_once") == RewardResult(0.5)
+    assert judge(pool, "lost") == RewardResult(None, RewardStatus.INFRA_ERROR, "the judge is down", blame=Blame.INFRA)
+
+
+def test_one_that_hangs_takes_no_other_score_with_it(hasty: EnvironmentPool) -> None:
+    others = [hasty.score(said("first_time_forever"), key=f"r/{i}.0", seed=1) for i in range(3)]
+    hanging = hasty.score(said("sleep"), key="r/9.0", seed=1)
+    assert [future.result(60).value for future in others] == [1.0] * 3
+    assert hanging.result(60).status is RewardStatus.TIMEOUT
+
+
+def test_one_that_kills_its_process_takes_no_other_score_with_it(pool: EnvironmentPool, folder: Path) -> None:
+    others = [pool.score(said("first_time_forever"), key=f"r/{i}.0", seed=1) for i in range(3)]
+    killing = pool.score(said("kill_when_others_are_there"), key="r/9.0", seed=1)
+    assert [future.result(60).value for future in others] == [1.0] * 3
+    result = killing.result(60)
+    assert result.value is None and result.status is RewardStatus.VERIFIER_ERROR
+
+
+def test_scores_that_wait_overlap(pool: EnvironmentPool) -> None:
+    futures = [pool.score(said("overlap"), key=f"r/{i}.0", seed=1) for i in range(10)]
+    parts = [future.result(60).parts for future in futures]
+    assert max(p["begin"] for p in parts) < min(p["end"] for p in parts)
+
+
+def test_ordinary_functions_run_beside_each_other(tmp_path: Path) -> None:
+    pool = EnvironmentPool(scripted(tmp_path, {"ordinary": True}, score_s=70.0))
+    try:
+        futures = [pool.score(said("meet"), key=f"r/{i}.0", seed=1) for i in range(8)]
+        assert [future.result(60).value for future in futures] == [1.0] * 8
+        assert "raised StopIteration" in judge(pool, "stop").evidence
+    finally:
+        pool.close()
+
+
+def test_an_ordinary_function_that_hangs_is_a_timeout(tmp_path: Path) -> None:
+    pool = EnvironmentPool(scripted(tmp_path, {"ordinary": True}, score_s=1.0, attempts_max=1))
+    try:
+        assert judge(pool, "sleep").status is RewardStatus.TIMEOUT
+    finally:
+        pool.close()
+
+
+def test_a_task_that_is_changed_while_it_is_judged_stays_what_it_was(pool: EnvironmentPool) -> None:
+    episode = said("mutate", items=["a"])
+    assert [pool.score(episode, key="r/1.0", seed=1).result(60).value for _ in range(2)] == [2.0, 2.0]
+    assert episode.task == {"items": ["a"]}
+
+
+def test_what_is_printed_goes_to_the_log_and_is_no_answer(pool: EnvironmentPool, folder: Path) -> None:
+    assert judge(pool, "print") == RewardResult(1.0)
+    assert b"garbage" in (folder / "logs" / "environment.log").read_bytes()
+
+
+def test_a_log_that_becomes_too_large_begins_again(
+    pool: EnvironmentPool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "LOG_BYTES_MAX", 1 << 20)
+    judge(pool, "print")
+    judge(pool, "one")
+    assert eventually(lambda: (folder / "logs" / "environment.log").stat().st_size < 1 << 20)
+
+
+def test_any_thread_may_ask(pool: EnvironmentPool) -> None:
+    values: list[float | None] = []
+    threads = [threading.Thread(target=lambda: values.append(judge(pool, "one").value)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert values == [1.0] * 6
+
+
+def test_what_a_process_has_started_dies_with_it(pool: EnvironmentPool, folder: Path) -> None:
+    assert judge(pool, "daemon_and_kill").value is None
+    assert not alive(int((folder / "daemon").read_text()))
+
+
+def test_what_a_process_has_started_dies_when_the_pool_is_closed(own: EnvironmentPool, tmp_path: Path) -> None:
+    assert judge(own, "daemon").value == 1.0
+    daemon = int((tmp_path / "daemon").read_text())
+    assert alive(daemon)
+    own.close()
+    assert not alive(daemon)
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from environment_support import said, scripted
+from rollbook.tasks.child_client import EnvironmentPool
+pool = EnvironmentPool(scripted(Path(sys.argv[1])))
+pool.score(said("daemon"), key="r/1.0", seed=1).result()
+hanging = pool.score(said("spin"), key="r/1.1", seed=1)
+seat = pool._pool._seats[0]
+print(seat.process.pid, flush=True)
+hanging.result()
+"""
+
+
+def test_nothing_outlives_a_killed_worker(tmp_path: Path) -> None:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environ = os.environ | {"PYTHONPATH": paths}
+    argv = [sys.executable, "-c", WORKER, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=environ, text=True) as worker:
+        assert worker.stdout is not None
+        guardian = int(worker.stdout.readline())
+        server = int(Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()[0])
+        pids = [guardian, server, int((tmp_path / "daemon").read_text())]
+        assert all(alive(pid) for pid in pids)
+        worker.send_signal(signal.SIGKILL)
+        assert eventually(lambda: not any(alive(pid) for pid in pids)), pids
+
+
+def test_a_killed_guardian_is_the_death_of_its_process(own: EnvironmentPool, tmp_path: Path) -> None:
+    hanging = own.score(said("first_time_forever"), key="r/1.0", seed=1)
+    assert eventually(lambda: (tmp_path / "r-1.0").exists())
+    os.kill(own._pool._seats[0].process.pid, signal.SIGKILL)
+    assert hanging.result(60).value == 1.0
+    assert own.restarts == 1
+
+
+def test_tools_answer_with_key_seed_and_earlier_calls(pool: EnvironmentPool, folder: Path) -> None:
+    request = ToolRequest("pure", {"do": "echo"})
+    earlier = [(request, ToolReply("before"))]
+    reply = pool.call_tool(request, earlier, key="r/1.0", call_index=2, seed=5).result(60)
+    assert reply == ToolReply("5 1 ['before']", SandboxStatus.OK)
+    assert lines(folder / "pure") == ["r/1.0/2"]
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        ("throw", "raised Raised: why not"),
+        ("kill", "killed by SIGKILL"),
+        ("leave", "raised SystemExit"),
+        ("fail", "the sandbox is gone"),
+        ("nothing", "returned None"),
+    ],
+)
+@pytest.mark.parametrize(("tool", "times"), [("pure", 2), ("impure", 1)])
+def test_a_tool_that_fails_is_called_again_only_where_it_is_pure(
+    pool: EnvironmentPool, folder: Path, tool: str, times: int, does: str, told: str
+) -> None:
+    reply = call(pool, tool, does)
+    assert reply.failed and reply.text == "" and told in reply.reason
+    assert lines(folder / tool) == ["r/1.0/2"] * times
+
+
+@pytest.mark.parametrize(("tool", "times"), [("pure", 2), ("impure", 1)])
+def test_a_tool_that_hangs_is_called_again_only_where_it_is_pure(tmp_path: Path, tool: str, times: int) -> None:
+    pool = EnvironmentPool(scripted(tmp_path, tool_s=1.0))
+    try:
+        reply = call(pool, tool, "spin")
+        assert reply.failed and "no answer within 1 s" in reply.reason
+        assert lines(tmp_path / tool) == ["r/1.0/2"] * times
+    finally:
+        pool.close()
+
+
+def test_a_call_that_cannot_be_repeated_is_finished_before_its_process_is_killed(hasty: EnvironmentPool, tmp_path: Path) -> None:
+    slow = hasty.call_tool(ToolRequest("impure", {"do": "slow"}), [], key="r/1.0", call_index=0, seed=1)
+    hanging = hasty.score(said("sleep"), key="r/9.0", seed=1)
+    assert slow.result(60) == ToolReply("done")
+    assert hanging.result(60).status is RewardStatus.TIMEOUT
+    assert lines(tmp_path / "impure") == ["r/1.0/0"]
+
+
+def test_an_answer_that_is_too_large_is_a_failed_call(pool: EnvironmentPool) -> None:
+    reply = call(pool, "impure", "huge")
+    assert reply.failed and "larger than" in reply.reason
+
+
+def test_a_tool_nobody_has_is_a_failed_call(pool: EnvironmentPool) -> None:
+    reply = call(pool, "screwdriver", "echo")
+    assert reply.failed and "has no tool 'screwdriver'; it has pure, impure" in reply.reason
+
+
+def test_turns_are_parsed_and_replies_rendered_by_the_environment(pool: EnvironmentPool) -> None:
+    assert pool.parse("echo") == ToolRequest("pure", {"do": "echo"})
+    assert pool.parse("end") is None
+    assert pool.render(ToolReply("7")) == "<7>"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("raise", "raised Raised: no such grammar"), ("odd", "returned 7"), ("unknown", "its tools are pure, impure")],
+)
+def test_a_parse_that_fails_is_an_error(pool: EnvironmentPool, text: str, told: str) -> None:
+    with pytest.raises(VerifierError, match=told):
+        pool.parse(text)
+    with pytest.raises(VerifierError, match="raised Raised: no such form"):
+        pool.render(ToolReply("raise"))
+
+
+def test_a_parse_that_hangs_is_an_error(pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_client, "TEXT_S", 0.5)
+    with pytest.raises(VerifierError, match="no answer within 0.5 s"):
+        pool.parse("spin")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("import no_such_library\n", "No module named 'no_such_library'"),
+        ("import sys; sys.exit(3)\n", "SystemExit: 3"),
+        ("import os\nprint('last words')\nos._exit(3)\n", "exit code 3; it said last: last words"),
+        ("class Mine:\n    def scores(self, episode, context): pass\n", "without score(episode, context)"),
+    ],
+)
+def test_an_environment_that_cannot_be_opened_is_refused_with_the_cause(tmp_path: Path, body: str, told: str) -> None:
+    (tmp_path / "mine.py").write_text(body)
+    before = threading.active_count()
+    with pytest.raises(ConfigError) as caught:
+        EnvironmentPool(make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"}))
+    assert told in str(caught.value)
+    assert threading.active_count() == before
+
+
+def test_an_environment_that_needs_a_sandbox_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    body = "class Mine:\n    needs_sandbox = True\n    async def score(self, episode, context): pass\n"
+    (tmp_path / "mine.py").write_text(body)
+    config = make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"})
+    with pytest.raises(ConfigError, match="needs a sandbox, but none may be used here"):
+        EnvironmentPool(config)
+
+    def refuse() -> str:
+        raise ConfigError("no backend contains the attacks")
+
+    with pytest.raises(ConfigError, match="no backend contains the attacks"):
+        EnvironmentPool(config, refuse)
+
+
+def test_a_pool_whose_processes_only_die_gives_up_and_says_why(own: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_pool, "RESTARTS_MAX", 1)
+    assert judge(own, "kill").value is None
+    with pytest.raises(RestartBudgetSpent, match="ended 2 times without one answer.*killed by SIGKILL"):
+        judge(own, "one")
+
+
+def test_answers_in_between_keep_a_pool_alive(pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judge(pool, "one").value == 1.0
+    monkeypatch.setattr(child_pool, "RESTARTS_MAX", 2)
+    for _ in range(2):
+        assert judge(pool, "kill").value is None
+        assert judge(pool, "one").value == 1.0
+
+
+def test_a_pool_that_cannot_start_processes_any_more_gives_up(
+    own: EnvironmentPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_pool, "OPENINGS_MAX", 2)
+    (tmp_path / "refuse").touch()
+    result = judge(own, "kill")
+    assert (result.value, result.status, result.blame) == (None, RewardStatus.INFRA_ERROR, Blame.INFRA)
+    assert "it does not want to" in result.evidence
+    with pytest.raises(RestartBudgetSpent, match="cannot be started any more"):
+        judge(own, "one")
+
+
+@pytest.mark.parametrize("does", ["spin", "sleep"])
+def test_closing_ends_what_hangs_and_leaves_no_thread(tmp_path: Path, does: str) -> None:
+    before = threading.active_count()
+    pool = EnvironmentPool(scripted(tmp_path))
+    process = pool._pool._seats[0].process.pid
+    hanging = pool.score(said(does), key="r/1.0", seed=1)
+    pool.close()
+    assert hanging.result(0).status is RewardStatus.INFRA_ERROR
+    assert threading.active_count() == before and not alive(process)
+    with pytest.raises(ConfigError, match="closed"):
+        judge(pool, "one")
+    pool.close()
+
+
+def test_whoever_asks_too_much_waits_until_something_is_answered(pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_pool, "QUESTIONS_MAX", 2)
+    futures = []
+    for i in range(6):
+        futures.append(pool.score(said("overlap"), key=f"r/{i}.0", seed=1))
+        assert sum(not future.done() for future in futures) <= 2
+    assert [future.result(60).value for future in futures] == [1.0] * 6
+
+
+def test_a_tool_runs_in_the_sandbox_of_its_process(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def backend() -> str:
+        asked.append("unsafe")
+        return asked[0]
+
+    pool = EnvironmentPool(make_config(environment={"name": "rollbook.tasks.calculator:Calculator"}), backend)
+    try:
+        request = pool.parse("[12+7*3]")
+        assert request == ToolRequest("python", {"code": "12+7*3"})
+        reply = pool.call_tool(request, [], key="r/1.0", call_index=0, seed=1).result(60)
+        assert reply == ToolReply("33", SandboxStatus.OK) and pool.needs_sandbox and asked == ["unsafe"]
+    finally:
+        pool.close()
