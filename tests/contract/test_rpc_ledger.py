@@ -103,6 +103,7 @@ def live(scene: Scene) -> dict[str, Any]:
         "cursor": ledger.cursor(STREAM), "tool_calls": ledger.tool_calls(grants[0].key), "resume": ledger.resume_point(),
         "payloads": list(ledger.payloads(0, 1)), "sample": ledger.sample(grants[0].key), "audit": ledger.audit(),
         "metrics": [m["loss"] for m in ledger.step_metrics(0)], "slots": ledger.run_status()["slots"],
+        "lengths": ledger.survival()["dimensions"]["length"],
     }  # fmt: skip
     assert seen["audit"] == []
     assert ledger.explain(grants[0].key)

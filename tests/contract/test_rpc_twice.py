@@ -247,6 +247,7 @@ CASES: dict[str, Callable[[Stage], Any]] = {
     "MarkCheckpoint": lambda x: committed(x).mark_checkpoint(x.s.learner, 0, 1, "corrupt"),
     "ResumePoint": lambda x: committed(x).resume_point(),
     "RunStatus": lambda x: x.client.run_status(),
+    "Survival": lambda x: x.client.survival(),
     "StepMetrics": lambda x: trained(x).step_metrics(0),
     "Audit": lambda x: x.client.audit(),
     "Explain": lambda x: x.client.explain(SlotKey(0, 0)),

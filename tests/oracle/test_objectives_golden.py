@@ -64,7 +64,7 @@ NOT_COVERED: dict[str, str] = {
     "staleness/prime_rl": PEERS,
     "staleness/verl": PEERS,
     "staleness/pipelinerl": PEERS,
-    "bias/survival": "survival weighting belongs to the report",
+    "bias/survival": "tests/unit/test_survival.py has it: survival weighting belongs to the report",
     "state/digest": "state digests belong to the checkpoint",
 }
 """Golden values this module does not test: a case id, or a case id and one of its names, and why."""

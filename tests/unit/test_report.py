@@ -23,6 +23,7 @@ from ledger_support import Scene, run_record
 
 from rollbook.core.config import Config, load_config
 from rollbook.ledger.ledger import Ledger
+from rollbook.report.bias import alarm_lines, bias_section
 from rollbook.report.html import write
 from rollbook.report.plots import png, terminal_curve
 
@@ -75,7 +76,7 @@ def test_the_page_loads_nothing_from_anywhere(config: Config, ledger: Ledger, tm
     page = write(config, ledger, ledger.step_metrics(0), tmp_path / "out").read_text()
     found = References()
     found.feed(page)
-    assert [reference.partition(",")[0] for reference in found.loaded] == ["data:image/png;base64"]
+    assert {reference.partition(",")[0] for reference in found.loaded} == {"data:image/png;base64"}
     assert not {"script", "link", "iframe"} & set(found.tags)
     assert not re.search(r"https?://|url\(|@import", page)
 
@@ -88,7 +89,8 @@ def test_the_picture_in_the_page_is_the_png_beside_it_and_is_whole(config: Confi
     pixels = zlib.decompress(b"".join(body for kind, body in chunks(image) if kind == b"IDAT"))
     assert len(set(pixels)) > 10, "something is drawn"
     embedded = re.findall(r"base64,([A-Za-z0-9+/=]+)", page)
-    assert [base64.b64decode(e) for e in embedded] == [image]
+    curves, survival = [base64.b64decode(e) for e in embedded]
+    assert curves == image and chunks(survival)[-1][0] == b"IEND"
 
 
 def test_the_numbers_are_the_ledgers(config: Config, ledger: Ledger, tmp_path: Path) -> None:
@@ -117,6 +119,60 @@ def test_a_skipped_step_leaves_a_gap_and_no_failure(config: Config, ledger: Ledg
     metrics = [*ledger.step_metrics(0), {"step": 4, "outcome": "skipped", "reward_mean": None}]
     write(config, ledger, metrics, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())[-1]["reward_mean"] is None
+
+
+def counts_of(*buckets: tuple[str, int, int], unsafe: int = 0) -> dict:
+    """An answer of the ledger's ``survival`` with (name, settled, trained) of length."""
+    rows = [
+        {"bucket": name, "opened": n, "finished": n, "trained": k, "waiting": 0, "dropped": {"dropped_stale": n - k},
+         "rewarded": k, "rewarded_sum": 0.5 * k, "reward_sum": 0.5 * k}
+        for name, n, k in buckets
+    ]  # fmt: skip
+    totals = {name: sum(row[name] for row in rows) for name in ("opened", "finished", "trained", "waiting")}
+    dropped = {"dropped_stale": totals["opened"] - totals["trained"], "failed": 0}
+    failures = [{"status": "infra_error", "sandbox_status": "infra_lost", "blame": "infra", "attempts": 3, "n_tokens": 17}]
+    outcomes = [{"status": "given", "sandbox_status": "oom", "blame": "model", "samples": 4}]
+    breaker = {"opened": 1, "events": [{"what": "breaker_opened", "at_s": 1.7e9, "failed": 6, "last": "<no spawn>"}]}
+    return totals | {"dropped": dropped, "dimensions": {"length": rows}, "failures": failures, "outcomes": outcomes,
+                     "breaker": breaker, "unsafe_workers": unsafe}  # fmt: skip
+
+
+def test_long_rollouts_that_are_missing_are_an_alarm_on_the_page_and_in_the_terminal() -> None:
+    biased = counts_of(("1", 500, 490), ("2-3", 500, 200))
+    page, lines = html.unescape(bias_section(biased, {})), alarm_lines(biased)
+    assert any(line.startswith("DROP BIAS  length 2-3: 200 of 500") for line in lines)
+    for line in lines:
+        assert f'<p class="alarm">{line.removeprefix("DROP BIAS  ")}</p>' in page
+    assert "nats" in page and "no alarm" not in page
+    fair = counts_of(("1", 500, 400), ("2-3", 500, 400))
+    assert alarm_lines(fair) == [] and "<p>no alarm</p>" in bias_section(fair, {})
+
+
+def test_failures_say_who_is_to_blame_and_drops_why() -> None:
+    page = bias_section(counts_of(("1", 5, 4), ("2-3", 3, 0)), {"breaker": {"state": "open", "share": 0.6}})
+    assert "<td>infra_error</td><td>infra_lost</td><td>infra</td><td>3</td><td>17</td>" in page
+    assert "<td>given</td><td>oom</td><td>model</td><td>4</td>" in page
+    assert "<td>dropped_stale</td><td>4</td>" in page and "<td>failed</td>" not in page
+    assert "open; opened 1 times" in page
+    assert "<td>2023-11-14 22:13:20</td><td>opened</td><td>failed 6; last &lt;no spawn&gt;</td>" in page
+    assert "beyond correction: 2-3 (3 slots)" in page
+
+
+def test_an_unsafe_sandbox_is_the_first_thing_said(config: Config, ledger: Ledger, tmp_path: Path) -> None:
+    safe = write(config, ledger, [], tmp_path / "safe").read_text()
+    assert 'class="alarm"' not in safe and alarm_lines(ledger.survival()) == []
+    ledger.register_worker("unsafe", "host", "engine", json.dumps({"sandbox": {"backend": "unsafe"}}))
+    page = write(config, ledger, [], tmp_path / "unsafe").read_text()
+    heading = page.index("</h1>") + len("</h1>")
+    assert page[heading:].startswith('<p class="alarm">UNSAFE: model-written code ran without a sandbox (1 ')
+    assert alarm_lines(ledger.survival())[0].startswith("UNSAFE")
+
+
+def test_the_page_has_a_table_of_every_dimension(config: Config, ledger: Ledger, tmp_path: Path) -> None:
+    page = write(config, ledger, ledger.step_metrics(0), tmp_path / "out").read_text()
+    for name in ("length", "duration", "task", "difficulty", "version span"):
+        assert f"<h3>By {name} (" in page
+    assert "mean reward as trained 1.000, corrected 1.000" in page
 
 
 def test_a_panel_with_one_point_can_be_drawn() -> None:

@@ -164,11 +164,14 @@ def report(args: argparse.Namespace) -> int:
 
 def write_report(config: Config, ledger: LedgerPort, out_dir: Path) -> Path:
     """Plots and HTML; prints the reward curve as well."""
+    from rollbook.report.bias import alarm_lines
     from rollbook.report.html import write
     from rollbook.report.plots import terminal_curve
 
     metrics = ledger.step_metrics(ledger.resume_point().lineage)
     print(terminal_curve([m["reward_mean"] for m in metrics if m.get("reward_mean") is not None]))
+    for line in alarm_lines(ledger.survival()):
+        print(line)
     return write(config, ledger, metrics, out_dir)
 
 

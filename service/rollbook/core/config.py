@@ -137,13 +137,25 @@ def portable_code(spec: str) -> str:
     return _with_file(spec, lambda file: Path(file).name)
 
 
+def absolute_code(spec: str, folder: Path) -> str:
+    """The name of some code with its file's path, which starts at ``folder`` where it is relative."""
+    return _with_file(spec, lambda file: str((folder / file).resolve()))
+
+
+def code_names(spec: str) -> list[str]:
+    """Each piece of code that ``environment.name`` names, without its adapter: ``trl:`` takes several, separated by commas."""
+    prefix, rest = split_adapter(spec)
+    return [name.strip() for name in rest.split(",")] if prefix == "trl" else [rest]
+
+
 def _with_file(spec: str, change: typing.Callable[[str], str]) -> str:
     """The name of some code with its file changed, where it has one: ``[ADAPTER:]FILE.py[:ATTRIBUTE]``."""
-    prefix, rest = split_adapter(spec)
-    file, colon, attribute = rest.rpartition(":") if not rest.endswith(".py") else (rest, "", "")
-    if not file.endswith(".py"):
-        return spec
-    return f"{prefix}{':' if prefix else ''}{change(file)}{colon}{attribute}"
+    prefix = split_adapter(spec)[0]
+    names = []
+    for name in code_names(spec):
+        file, colon, attribute = name.rpartition(":") if not name.endswith(".py") else (name, "", "")
+        names.append(f"{change(file)}{colon}{attribute}" if file.endswith(".py") else name)
+    return f"{prefix}{':' if prefix else ''}{','.join(names)}"
 
 
 def _not_default(value: typing.Any) -> typing.Any:
@@ -184,6 +196,11 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
 def config_from_table(table: dict) -> Config:
     """A checked configuration from an already parsed table."""
     return typing.cast(Config, build(Config, table, ""))
+
+
+def config_in(table: dict, folder: Path) -> Config:
+    """A checked configuration whose relative paths start at ``folder``. Raises ConfigError."""
+    return _resolve_paths(config_from_table(table), folder)
 
 
 def config_from_json(text: str) -> Config:

@@ -113,7 +113,7 @@ def check(c: Config) -> None:
     need(c.ledger.lease_ttl_s > 3 * c.ledger.heartbeat_s,
          f"ledger.lease_ttl_s = {c.ledger.lease_ttl_s} must exceed 3 x ledger.heartbeat_s = {3 * c.ledger.heartbeat_s}, "
          "or one lost heartbeat loses the lease")  # fmt: skip
-    need(c.environment.name or not c.environment.settings,
+    need(bool(c.environment.name) or not c.environment.settings,
          "environment.settings are given, but environment.name is empty: name the environment that takes them")  # fmt: skip
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     for index, worker in enumerate(c.workers):

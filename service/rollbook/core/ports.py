@@ -229,7 +229,8 @@ class LedgerPort(Protocol):
         rewarded, rewarded_sum (of finished samples), reward_sum (of trained ones)}]}, where opened = trained + waiting + dropped
         and each dimension's buckets, ``unknown`` among them, add up to the totals;
         ``failures``: [{status, sandbox_status, blame, attempts, n_tokens}]; ``outcomes``: [{status, sandbox_status, blame,
-        samples}] of accepted samples with a blame; ``unsafe_workers``: how many ran code uncontained.
+        samples}] of accepted samples with a blame; ``breaker``: {opened: n, events: newest [{what, at_s, …}]};
+        ``unsafe_workers``: how many ran code uncontained.
         """
         ...
 

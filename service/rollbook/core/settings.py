@@ -53,7 +53,7 @@ class TaskConfig:
     prompt_template: str = "{prompt}"
     """Prompt text; fields of the task in braces."""
     answer_field: str = "answer"
-    """Field of a task file that holds the expected answer."""
+    """Field of a task file that holds the expected answer; dots lead into tables (``reward_model.ground_truth``)."""
     answer_pattern: str = ""
     """Regular expression whose first group extracts the answer from the *task's* answer field; empty = all of it."""
     completion_pattern: str = ""
@@ -297,6 +297,8 @@ class LedgerConfig:
     """Outcomes (samples and failures) the breaker looks at; it stays closed before there are as many."""
     breaker_pause_s: float = 600.0
     """An open breaker pauses the run for the operator after this long."""
+    metrics_port: int = 0
+    """Port on loopback where the server shows Prometheus metrics, its own and the run's; 0 = off."""
     group_commit_max: int = 128
     """Operations that share one durable commit."""
     payload_bytes_max: int = 33_554_432
@@ -328,7 +330,7 @@ class ChaosConfig:
     """Faults at named places, for drills; needs ``run.chaos_allowed = true``."""
 
     failpoints: str = ""
-    """``NAME=ACTION[@K]`` or ``NAME=ACTION~P``, comma separated; ``rollbook doctor --failpoints`` lists the names. Actions: crash,
-    raise, pause, delay:SECONDS, error:ENOSPC, error:EIO; K counts crossings within a process, P is a share of them."""
+    """``NAME=ACTION[@K]`` or ``NAME=ACTION~P``, comma separated; ``rollbook doctor --failpoints`` lists the names. Actions:
+    crash, raise, pause, delay:SECONDS, error:ENOSPC, error:EIO; K counts crossings within a process, P is a share of them."""
     once: bool = True
     """Each fires at most once over all processes of the run, by markers in ``chaos/`` of the run directory."""

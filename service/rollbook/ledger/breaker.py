@@ -111,8 +111,11 @@ class Breaker(Feeding):
             return
         newest = self._outcomes(txn.conn, state.since_us, PROBES)
         if len(newest) == PROBES and not any(reason for _, reason in newest):
-            self._event(txn, CLOSED, open_s=round((txn.now_us - state.since_us) / 1e6, 3))
-            txn.rings |= {"lease", "plan"}
+            self._close_breaker(txn, state)
+
+    def _close_breaker(self, txn: Txn, state: BreakerState, **why: object) -> None:
+        self._event(txn, CLOSED, open_s=round((txn.now_us - state.since_us) / 1e6, 3), **why)
+        txn.rings |= {"lease", "plan"}
 
     def _probe_room(self, conn: sa.Connection, n_max: int) -> int:
         """How many slots may be leased: all while the breaker is closed, one at a time while it is open."""

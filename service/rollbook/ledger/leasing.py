@@ -164,6 +164,15 @@ class Leasing(Failing):
             return LeaseReply((), None, RETRY_AFTER_S)
         return self._grant(txn, incarnation, wanted, granted, request_id)
 
+    def _can_probe(self, txn: Txn) -> bool:
+        """Whether a slot is held that may close an open breaker, or can be leased for it."""
+        c = t.lease.c
+        if txn.conn.execute(sa.select(c.ordinal).where(c.run_id == self.run.run_id, c.incarnation.is_not(None)).limit(1)).first():
+            return True
+        free, frontier = self._free_leases(txn), self._frontier(txn.conn)
+        wanted = self._wanted_fixed(txn.conn, free, frontier) if self._is_fixed else self._head(txn.conn)
+        return wanted is not None and bool(self._choose(txn, free, frontier, wanted, 1))
+
     def _complete(self, conn: sa.Connection) -> bool:
         """True when the last configured step is planned: nothing more will be trained."""
         steps = self.rules.steps

@@ -1,7 +1,8 @@
 """``Ledger``: the ``LedgerPort`` in SQL. One method = one verb = one transaction.
 
 Owns construction and closing; the verbs stand in one file per noun (roles, feeding, failing, leasing, submitting, planning,
-publishing, forking, tools, status), each a class on top of the one before. Never speaks gRPC. Upholds P1-P8 through them.
+publishing, forking, tools, status, survival), each a class on top of the one before. Never speaks gRPC. Upholds P1-P8 through
+them.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from rollbook.ledger.base import Bell
 from rollbook.ledger.dialects import Database, Partitions
 from rollbook.ledger.migrate import prepare
 from rollbook.ledger.roles import Roles, expire_term
-from rollbook.ledger.status import Status
+from rollbook.ledger.survival import Survival
 from rollbook.ledger.writer import Writer
 from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
 
-class Ledger(Roles, Status):
+class Ledger(Roles, Survival):
     """The ledger of one run, in the one process that may write it.
 
     Args:

@@ -98,14 +98,18 @@ class Planning(Submitting):
         if self.rules.steps > 0 and step > self.rules.steps:
             raise InvalidRequest(f"step {step} is beyond run.steps = {self.rules.steps}")
         self._expire(txn)
-        if reason := self._broken(txn):
-            return RunPaused(f"step {step}: {reason}; repair what failed and start the run again") if self._broken_too_long(
-                txn
-            ) else reason
-        chosen = self._choose_fixed(txn, step) if self._is_fixed else self._choose_bounded(txn, step)
-        if not isinstance(chosen, list):
-            return chosen
-        return self._write_plan(txn, term, lineage, step, chosen)
+        broken = self._broken(txn)
+        chosen: list[int] | RunPaused | str = broken
+        if not broken or not self._can_probe(txn):
+            chosen = self._choose_fixed(txn, step) if self._is_fixed else self._choose_bounded(txn, step)
+        if isinstance(chosen, list):
+            if broken:  # nothing can be sampled before this step is trained, so no probe would ever close it
+                self._close_breaker(txn, self._breaker(txn.conn), unprobed=True)
+            return self._write_plan(txn, term, lineage, step, chosen)
+        if broken and isinstance(chosen, str):
+            too_long = self._broken_too_long(txn)
+            return RunPaused(f"step {step}: {broken}; repair what failed and start the run again") if too_long else broken
+        return chosen
 
     def _write_plan(self, txn: Txn, term: RoleTerm, lineage: int, step: int, ordinals: Sequence[int]) -> Plan:
         run_id, s = self.run.run_id, t.sample.c

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from rollbook.core.errors import InvalidRequest
 from rollbook.core.idempotency import payload_digest
-from rollbook.core.records import RewardStatus, Submission, SubmitOutcome, SubmitResult, Trajectory
+from rollbook.core.records import RewardStatus, Submission, SubmitOutcome, SubmitResult, Trajectory, VerdictKind
 from rollbook.core.staleness import fixed_step_of, fixed_version, head_lag, oldest_effective
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import storable
@@ -186,6 +186,7 @@ class Submitting(Leasing):
             self._recover(txn)
         if freed:
             self._free(txn, freed, counts=False)
+            self._drop_outdated(txn, freed)
             txn.rings.add("lease")
         if unrewarded := sorted({c.item.key.ordinal for c, _, _ in accepted if c.item.reward is None}):
             self._settle_groups(txn, unrewarded)
@@ -194,6 +195,21 @@ class Submitting(Leasing):
             out.append(results[start : start + len(call)])
             start += len(call)
         return out
+
+    def _drop_outdated(self, txn: Txn, refused: Sequence[Any]) -> None:
+        """Close and refill groups whose slots go on from recorded calls (R13) that are too old: every attempt would be refused."""
+        if self._is_fixed:
+            return
+        c = t.tool_call.c
+        for ordinal in sorted({row.ordinal for row in refused}):
+            siblings = [row.sibling for row in refused if row.ordinal == ordinal]
+            here = (c.run_id == self.run.run_id, c.ordinal == ordinal, c.sibling.in_(siblings))
+            if txn.conn.execute(sa.select(c.call_index).where(*here).limit(1)).first() is None:
+                continue
+            group, verdicts, _ = self._group_counts(txn.conn, ordinal)
+            if verdicts < group.n_siblings:
+                reason = f"group {ordinal} has recorded turns that are too old to be trained"
+                self._close_group(txn, group, VerdictKind.DROPPED_STALE, reason, refill=True)
 
     def _submit_event(self, txn: Txn, item: Submission, outcome: SubmitOutcome, reason: str) -> dict[str, object]:
         kind = "sample_salvaged" if outcome is SubmitOutcome.ACCEPTED else f"submit_{outcome.value}"

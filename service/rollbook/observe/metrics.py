@@ -1,4 +1,4 @@
-"""Every Prometheus metric of the service, declared once.
+"""Every Prometheus metric that a process counts itself, declared once; what the ledger counts is in ``ledger_metrics``.
 
 Owns names, labels and buckets. Never computes a value and never starts an HTTP server. Labels are closed sets (method,
 outcome): no ids, no steps, no addresses, so that the number of series stays bounded.

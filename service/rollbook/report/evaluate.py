@@ -21,7 +21,7 @@ from rollbook.rollout.engines import make_engine
 from rollbook.rollout.episodes import Episodes, Generate, Journal, Judge, RecordedCalls, play
 from rollbook.rollout.judges import open_judge
 from rollbook.rollout.probe import load_verified
-from rollbook.tasks.prompts import make_encoder
+from rollbook.tasks.prompts import make_encoder, prompt_of
 from rollbook.tasks.sources import load_heldout, load_source
 from rollbook.tasks.turns import make_codec
 
@@ -85,7 +85,7 @@ def evaluate_version(config: Config, ledger: LedgerPort, version: int, size: int
         chosen = load_published(config, ledger, engine, version)
         tasks = [heldout[i] for i in range(min(size, len(heldout)))]
         encoder = make_encoder(config)
-        prompts = [tuple(encoder.token_ids(task["prompt"], heldout.name(i))) for i, task in enumerate(tasks)]
+        prompts = [tuple(encoder.token_ids(prompt_of(task), heldout.name(i))) for i, task in enumerate(tasks)]
         grants = [
             LeaseGrant(
                 SlotKey(i, 0), 1, 1, 0.0, sample_seed(config.run.seed + 1, SlotKey(i, 0)), pack_i32(prompt), json.dumps(task),

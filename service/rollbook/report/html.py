@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rollbook.core.config import Config
 from rollbook.core.ports import LedgerPort
-from rollbook.report.plots import png
+from rollbook.report.bias import bias_section, survival_panels, unsafe_banner
+from rollbook.report.plots import png, survival_png
 from rollbook.report.progress import shown_url
 
 PANELS = (
@@ -26,6 +27,7 @@ PANELS = (
 _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
     "table{border-collapse:collapse;margin:.5rem 0}td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}"
+    ".alarm{color:#fff;background:#b00020;padding:.4rem .6rem;font-weight:600}"
     "img{max-width:100%}pre{background:#f6f6f6;padding:.6rem;overflow:auto}"
 )
 
@@ -55,6 +57,10 @@ def _panels(metrics: Sequence[dict]) -> list:
     return panels
 
 
+def _image(title: str, png_bytes: bytes) -> str:
+    return f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(png_bytes).decode()}">'
+
+
 def write(config: Config, ledger: LedgerPort, metrics: Sequence[dict], out_dir: Path) -> Path:
     """Write ``report.html``, ``reward.png`` and ``metrics.json``; returns the path of the HTML file."""
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -63,19 +69,20 @@ def write(config: Config, ledger: LedgerPort, metrics: Sequence[dict], out_dir: 
     violations = ledger.audit()
     panels = _panels(metrics)
     plot = png(panels, out_dir / "reward.png") if panels else b""
-    image = (
-        f'<img alt="curves by step" src="data:image/png;base64,{base64.b64encode(plot).decode()}">' if plot else "<p>no steps</p>"
-    )
+    image = _image("curves by step", plot) if plot else "<p>no steps</p>"
+    counts = ledger.survival()
+    bars = survival_panels(counts)
     audit = (
         "clean" if not violations else f"{len(violations)} violations: " + "; ".join(f"{v.promise} {v.check}" for v in violations)
     )
     body = [
-        f"<h1>Run {html.escape(config.run.id)}</h1>",
+        f"<h1>Run {html.escape(config.run.id)}</h1>", unsafe_banner(counts),
         _table([("audit", audit), *state["steps"].items(), ("head", state["head"])]),
         "<h2>Curves</h2>", image,
         "<h2>Slots</h2>", _table(list(state["slots"].items())),
         "<h2>Submissions</h2>", _table(list(state["submits"].items())),
         "<h2>Verdicts and failures</h2>", _table([*state["verdicts"].items(), *state["failures"].items()] or [("none", "")]),
+        bias_section(counts, state), _image("survival by bucket", survival_png(bars)) if bars else "",
         "<h2>Configuration</h2>", f"<pre>{html.escape(_configuration(config))}</pre>",
     ]  # fmt: skip
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(config.run.id)}</title>'

@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -46,10 +47,29 @@ def png(panels: Sequence[tuple[str, dict[str, tuple[Sequence[float], Sequence[fl
         if len(lines) > 1:
             axis.legend(fontsize=7)
     axes[-1, 0].set_xlabel("step")
+    content = _drawn(figure)
+    if file is not None:
+        file.write_bytes(content)
+    return content
+
+
+def survival_png(panels: Sequence[tuple[str, Sequence[str], Sequence[float], Sequence[tuple[float, float]]]]) -> bytes:
+    """One figure with a panel per (title, buckets, shares, (low, high) of each share); returns PNG bytes."""
+    figure, axes = plt.subplots(len(panels), 1, figsize=(8, 2.4 * len(panels)), squeeze=False)
+    for axis, (title, buckets, shares, intervals) in zip(axes[:, 0], panels, strict=True):
+        places = range(len(buckets))
+        axis.vlines(places, [low for low, _ in intervals], [high for _, high in intervals], linewidth=1.3)
+        axis.plot(places, shares, "o", markersize=4)
+        axis.set_xticks(places, buckets, fontsize=7)
+        axis.set_ylim(-0.02, 1.02)
+        axis.set_title(title, fontsize=9)
+        axis.grid(alpha=0.3)
+    return _drawn(figure)
+
+
+def _drawn(figure: Figure) -> bytes:
     figure.tight_layout()
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     plt.close(figure)
-    if file is not None:
-        file.write_bytes(buffer.getvalue())
     return buffer.getvalue()

@@ -86,7 +86,7 @@ def open_judge(config: Config, log_path: Path | None = None) -> Opened:
     """The judge of a run's episodes, ready to be asked.
 
     Code of the service itself judges in this process; whatever a user brings, in processes of its own. Where the environment
-    runs model-written code, the sandbox is chosen now, by attack.
+    runs model-written code, the sandbox is chosen now, by attack. A worker has a log; who only looks has none and no faults.
     Raises: ConfigError (no such reward or environment, it cannot be opened, or nothing here contains the attacks).
     """
     if judges_in_process(config):
@@ -99,7 +99,7 @@ def open_judge(config: Config, log_path: Path | None = None) -> Opened:
             log.warning("sandbox.backend = 'unsafe': model-written code reaches this machine", extra={"event": "sandbox_unsafe"})
         return chosen[0].backend
 
-    pool = EnvironmentPool(config, backend, log_path)
+    pool = EnvironmentPool(config, backend, log_path, faults=log_path is not None)
     return Opened(pool, chosen[0] if chosen else None)
 
 

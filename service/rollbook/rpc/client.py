@@ -50,6 +50,9 @@ from rollbook.v1 import ledger_service_pb2 as pb
 MESSAGE_BYTES_MAX = 64 << 20
 """Largest message either side accepts."""
 
+COUNTING_S = 120.0
+"""Further time for an answer that looks at every slot of a run: seconds for some hundred thousand."""
+
 _ENVELOPE_BYTES = 1024
 """Room in a message for run id and framing besides its items."""
 
@@ -258,6 +261,9 @@ class LedgerClient:
 
     def run_status(self) -> dict:
         return json.loads(self._call("RunStatus", pb.RunStatusRequest(run_id=self._run_id)).status_json)
+
+    def survival(self) -> dict:
+        return json.loads(self._call("Survival", pb.SurvivalRequest(run_id=self._run_id), COUNTING_S).survival_json)
 
     def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict]:
         request = pb.StepMetricsRequest(run_id=self._run_id, lineage=lineage, first_step=first_step)

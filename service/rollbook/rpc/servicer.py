@@ -182,6 +182,9 @@ class LedgerServicer(pb_grpc.LedgerServiceServicer):
     def RunStatus(self, request: pb.RunStatusRequest, context: grpc.ServicerContext) -> pb.RunStatusResponse:
         return pb.RunStatusResponse(status_json=json.dumps(self._ledger.run_status()))
 
+    def Survival(self, request: pb.SurvivalRequest, context: grpc.ServicerContext) -> pb.SurvivalResponse:
+        return pb.SurvivalResponse(survival_json=json.dumps(self._ledger.survival()))
+
     def StepMetrics(self, request: pb.StepMetricsRequest, context: grpc.ServicerContext) -> pb.StepMetricsResponse:
         metrics = self._ledger.step_metrics(request.lineage, request.first_step)
         return pb.StepMetricsResponse(metrics_json=map(json.dumps, metrics))

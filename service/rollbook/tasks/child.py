@@ -189,6 +189,10 @@ def _open(channel: Channel, opening: dict[str, Any]) -> tuple[Config, CompleteEn
         if not chosen["backend"]:
             raise ConfigError(f"{environment.shown} needs a sandbox, but none may be used here")
         sandbox = make_backend(chosen["backend"], config.sandbox.slots)
+    if opening.get("faults"):  # a worker's environment takes part in drills; one that only looks does not
+        from rollbook.observe import failpoints
+
+        failpoints.arm_configured(config.chaos.failpoints, os.path.join(config.run.dir, "chaos") if config.chaos.once else "")
     channel.write({"ready": True})
     return config, environment, sandbox
 

@@ -37,12 +37,15 @@ class EnvironmentPool:
     Every call is bounded: by ``environment.score_s`` or ``tool_s`` an attempt, and by ``attempts_max`` attempts.
     """
 
-    def __init__(self, config: Config, sandbox_backend: str | Callable[[], str] = "", log_path: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, sandbox_backend: str | Callable[[], str] = "", log_path: Path | None = None, faults: bool = False
+    ) -> None:
         """Open the environment; returns when every process is ready.
 
         Args:
             sandbox_backend: name for ``sandbox.backends.make_backend``, or what finds it, asked only when the environment
                 needs a sandbox.
+            faults: arm the failpoints of ``[chaos]`` there as well.
             log_path: file to which the processes' output is appended; None keeps only what an error message shows of it.
 
         Raises: ConfigError (it cannot be loaded, or its process cannot be started, with what it said last).
@@ -51,7 +54,8 @@ class EnvironmentPool:
         self._score_s, self._tool_s = settings.score_s, settings.tool_s
         name = sandbox_backend
         backend = (lambda: name) if isinstance(name, str) else name
-        self._pool = Pool({"config": config.to_json()}, backend, log_path, settings.processes, settings.attempts_max)
+        opening = {"config": config.to_json(), "faults": faults}
+        self._pool = Pool(opening, backend, log_path, settings.processes, settings.attempts_max)
         self.pure_tools: dict[str, bool] = self._pool.loaded["loaded"]
         """Name of each tool to whether its calls may run again."""
         self.needs_sandbox: bool = self._pool.loaded["needs_sandbox"]

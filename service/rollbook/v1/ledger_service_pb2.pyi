@@ -439,6 +439,18 @@ class RunStatusResponse(_message.Message):
     status_json: str
     def __init__(self, status_json: _Optional[str] = ...) -> None: ...
 
+class SurvivalRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class SurvivalResponse(_message.Message):
+    __slots__ = ("survival_json",)
+    SURVIVAL_JSON_FIELD_NUMBER: _ClassVar[int]
+    survival_json: str
+    def __init__(self, survival_json: _Optional[str] = ...) -> None: ...
+
 class StepMetricsRequest(_message.Message):
     __slots__ = ("run_id", "lineage", "first_step")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -165,6 +165,11 @@ class LedgerServiceStub(object):
                 request_serializer=rollbook_dot_v1_dot_ledger__service__pb2.RunStatusRequest.SerializeToString,
                 response_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.RunStatusResponse.FromString,
                 _registered_method=True)
+        self.Survival = channel.unary_unary(
+                '/rollbook.v1.LedgerService/Survival',
+                request_serializer=rollbook_dot_v1_dot_ledger__service__pb2.SurvivalRequest.SerializeToString,
+                response_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.SurvivalResponse.FromString,
+                _registered_method=True)
         self.StepMetrics = channel.unary_unary(
                 '/rollbook.v1.LedgerService/StepMetrics',
                 request_serializer=rollbook_dot_v1_dot_ledger__service__pb2.StepMetricsRequest.SerializeToString,
@@ -408,6 +413,13 @@ class LedgerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Survival(self, request, context):
+        """Opened slots by what they were and what became of them. Read only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StepMetrics(self, request, context):
         """Metrics stored with finished plans, in step order. Read only.
         """
@@ -584,6 +596,11 @@ def add_LedgerServiceServicer_to_server(servicer, server):
                     servicer.RunStatus,
                     request_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.RunStatusRequest.FromString,
                     response_serializer=rollbook_dot_v1_dot_ledger__service__pb2.RunStatusResponse.SerializeToString,
+            ),
+            'Survival': grpc.unary_unary_rpc_method_handler(
+                    servicer.Survival,
+                    request_deserializer=rollbook_dot_v1_dot_ledger__service__pb2.SurvivalRequest.FromString,
+                    response_serializer=rollbook_dot_v1_dot_ledger__service__pb2.SurvivalResponse.SerializeToString,
             ),
             'StepMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.StepMetrics,
@@ -1319,6 +1336,33 @@ class LedgerService(object):
             '/rollbook.v1.LedgerService/RunStatus',
             rollbook_dot_v1_dot_ledger__service__pb2.RunStatusRequest.SerializeToString,
             rollbook_dot_v1_dot_ledger__service__pb2.RunStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Survival(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollbook.v1.LedgerService/Survival',
+            rollbook_dot_v1_dot_ledger__service__pb2.SurvivalRequest.SerializeToString,
+            rollbook_dot_v1_dot_ledger__service__pb2.SurvivalResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,275 @@
+"""Who was dropped on the way to training: every opened slot, counted by what it was and by what became of it.
+
+Owns the verb ``survival``. Never writes, and never moves rows to Python: each dimension is one aggregate, in one snapshot, and
+its answer has a bounded size. Upholds P7: over the buckets of each dimension every opened slot is counted exactly once, also
+one that failed, expired, or was cancelled with its group. What the counts mean is ``core.survival``'s.
+
+A slot's length and duration are its sample's; without a sample, the largest that one of its failed attempts reached; without
+either they are unknown. Its difficulty is the pass rate (rewards of at least ``PASS``) of its group's other samples: the same
+prompt at the same time, without the slot itself, so that a slot's own reward does not choose its bucket.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from rollbook.core.records import PlanOutcome, VerdictKind
+from rollbook.core.survival import UNKNOWN, octave_names
+from rollbook.ledger import schema as t
+from rollbook.ledger.breaker import CLOSED, OPENED
+from rollbook.ledger.status import Status
+
+WAITING = "waiting"
+SKIPPED = "skipped"
+NO_REWARD = "no_reward"
+DROPS = (*(kind.value for kind in VerdictKind), SKIPPED, NO_REWARD)
+"""Ways to leave without being trained: a verdict, a skipped step, a place in a plan without a reward."""
+
+PASS = 0.5
+TASKS_SHOWN = 16
+TASK_CHARS_MAX = 64
+TASK_KEYS = ("data_source", "environment", "task", "task_id")
+"""Fields of a task that name its kind; the first that is there and is text counts."""
+UNNAMED, OTHER = "unnamed", "other"
+WORKERS_LOOKED_AT = 256
+BREAKER_EVENTS_SHOWN = 32
+
+LENGTHS = octave_names(0, 20)
+DURATIONS = octave_names(-4, 12)
+DIFFICULTIES = ("0", "0-0.25", "0.25-0.5", "0.5-0.75", "0.75-1", "1")
+"""Open below, closed above; the outer two are exactly 0 and 1."""
+SPANS = ("0", *octave_names(0, 4))
+BUCKETS = {"length": LENGTHS, "duration": DURATIONS, "difficulty": DIFFICULTIES, "version_span": SPANS}
+"""Names of the known buckets of every dimension whose buckets are fixed."""
+
+
+def _steps(value: Any, ends: Sequence[float]) -> Any:
+    """Number of the bucket: the first ``i`` with value < ends[i], else len(ends)."""
+    return sa.case(*[(value < sa.literal(end), i) for i, end in enumerate(ends)], else_=len(ends))
+
+
+class Survival(Status):
+    """The verb about drop bias."""
+
+    def survival(self) -> dict[str, Any]:
+        """Opened slots by dimension and bucket; keys as ``LedgerPort.survival`` lists them."""
+        with self._read() as conn:
+            slots = self._slots_with_ends()
+            dimensions = {
+                name: self._rows(conn, slots, bucket, names)
+                for name, (bucket, names) in self._fixed_buckets(slots).items()
+            }
+            dimensions["task"] = self._task_rows(conn, slots)
+            return {
+                **_totals(dimensions["length"]),
+                "dimensions": dimensions,
+                "failures": self._failures_by_kind(conn),
+                "outcomes": self._sample_outcomes(conn),
+                "breaker": self._breaker_events(conn),
+                "unsafe_workers": self._unsafe_workers(conn),
+            }
+
+    def _slots_with_ends(self) -> sa.Subquery:
+        """One row per opened slot: what is known of it, and what became of it along the newest ancestry."""
+        run_id = self.run.run_id
+        e, s, v, i, o = t.event.c, t.sample.c, t.verdict.c, t.plan_item.c, t.plan_outcome.c
+
+        def same_slot(c: Any) -> Any:
+            return sa.and_(c.run_id == run_id, c.ordinal == e.ordinal, c.sibling == e.sibling)
+
+        f = (
+            sa.select(
+                t.failure.c.ordinal, t.failure.c.sibling, sa.func.max(t.failure.c.n_tokens).label("n_tokens"),
+                sa.func.max(t.failure.c.generate_s + t.failure.c.verify_s).label("seconds"),
+            ).where(t.failure.c.run_id == run_id).group_by(t.failure.c.ordinal, t.failure.c.sibling).subquery("failed")
+        )  # fmt: skip
+        end = sa.case(
+            (sa.and_(i.ordinal.is_not(None), ~i.valid), NO_REWARD),
+            (o.outcome.is_not(None), o.outcome),
+            (i.ordinal.is_not(None), WAITING),
+            (v.kind.is_not(None), v.kind),
+            else_=WAITING,
+        )
+        return (
+            sa.select(
+                e.ordinal, end.label("end"), s.reward, sa.case((s.ordinal.is_not(None), 1), else_=0).label("finished"),
+                sa.func.coalesce(s.n_tokens, f.c.n_tokens, 0).label("n_tokens"),
+                sa.func.coalesce(s.generate_s + s.verify_s, f.c.seconds, 0.0).label("seconds"),
+                (s.version_max - s.version_min).label("span"),
+            )
+            .select_from(t.event)
+            .outerjoin(t.sample, same_slot(s))
+            .outerjoin(t.verdict, same_slot(v))
+            .outerjoin(t.plan_item, sa.and_(same_slot(i), self._along(i.lineage, i.step, self._newest_lineage())))
+            .outerjoin(t.plan_outcome, sa.and_(o.run_id == run_id, o.lineage == i.lineage, o.step == i.step))
+            .outerjoin(f, sa.and_(f.c.ordinal == e.ordinal, f.c.sibling == e.sibling))
+            .where(e.run_id == run_id, e.kind == "lease_granted", e.token == 1)  # every slot's first lease, and only that
+            .subquery("opened")
+        )  # fmt: skip
+
+    def _fixed_buckets(self, slots: sa.Subquery) -> dict[str, tuple[Any, Sequence[str]]]:
+        """Expression for a slot's bucket number (NULL: unknown) and the buckets' names."""
+        c = slots.c
+        length = sa.case((c.n_tokens > 0, _steps(c.n_tokens, [2**i for i in range(1, 21)])))
+        duration = sa.case((c.seconds > 0, _steps(c.seconds, [2.0**i for i in range(-3, 13)])))
+        span = sa.case((c.span >= 0, _steps(c.span, (1, 2, 4, 8, 16))))
+        return {
+            "length": (length, LENGTHS), "duration": (duration, DURATIONS), "difficulty": (None, DIFFICULTIES),
+            "version_span": (span, SPANS),
+        }  # fmt: skip
+
+    def _rows(self, conn: sa.Connection, slots: sa.Subquery, bucket: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+        source: Any = slots
+        if bucket is None:
+            source, bucket = self._with_difficulty(slots)
+        return _folded(conn.execute(_counted(slots, source, bucket)), names)
+
+    def _with_difficulty(self, slots: sa.Subquery) -> tuple[Any, Any]:
+        s, c = t.sample.c, slots.c
+        groups = (
+            sa.select(s.ordinal, sa.func.count().label("n"), sa.func.sum(sa.case((s.reward >= PASS, 1), else_=0)).label("passed"))
+            .where(s.run_id == self.run.run_id, s.reward.is_not(None)).group_by(s.ordinal).subquery("rewarded")
+        )  # fmt: skip
+        mine = sa.case((c.reward.is_not(None), 1), else_=0)
+        others = groups.c.n - mine
+        passed = groups.c.passed - sa.case((c.reward >= PASS, 1), else_=0)
+        # Compared as whole numbers: 4 * passed <= k * others is passed / others <= k / 4 without rounding.
+        bucket = sa.case(
+            (sa.func.coalesce(others, 0) <= 0, sa.null()), (passed == 0, 0), (passed == others, 5),
+            *[(4 * passed <= quarters * others, quarters) for quarters in (1, 2, 3)], else_=4,
+        )  # fmt: skip
+        return sa.outerjoin(slots, groups, groups.c.ordinal == c.ordinal), bucket
+
+    def _task_rows(self, conn: sa.Connection, slots: sa.Subquery) -> list[dict[str, Any]]:
+        """The largest kinds of tasks, those without a name, and all others."""
+        g, c = t.prompt_group.c, slots.c
+        task = _task_name(g.task_json, is_sqlite=self._database.is_sqlite)
+        source = sa.join(slots, t.prompt_group, sa.and_(g.run_id == self.run.run_id, g.ordinal == c.ordinal))
+        n = sa.func.count()
+        largest = conn.execute(
+            sa.select(task.label("task"), n).select_from(source).where(task.is_not(None)).group_by(sa.text("1"))
+            .order_by(n.desc(), sa.text("1")).limit(TASKS_SHOWN)
+        ).all()  # fmt: skip
+        shown = [str(row[0]) for row in largest]
+        named = [(task == sa.literal(name), i) for i, name in enumerate(shown)]
+        bucket = sa.case(*named, (task.is_(None), len(shown)), else_=len(shown) + 1)
+        reserved = (UNNAMED, OTHER, UNKNOWN)
+        names = [f"{name} (task)" if name in reserved else name for name in shown]
+        return [
+            row for row in _folded(conn.execute(_counted(slots, source, bucket)), [*names, UNNAMED, OTHER])
+            if row["opened"] or row["bucket"] in names
+        ]  # fmt: skip
+
+    def _failures_by_kind(self, conn: sa.Connection) -> list[dict[str, Any]]:
+        f = t.failure.c
+        kind = (f.status, f.sandbox_status, f.blame)
+        rows = conn.execute(
+            sa.select(*kind, sa.func.count(), sa.func.coalesce(sa.func.sum(f.n_tokens), 0))
+            .where(f.run_id == self.run.run_id).group_by(*kind).order_by(*kind)
+        )  # fmt: skip
+        names = ("status", "sandbox_status", "blame", "attempts", "n_tokens")
+        return [dict(zip(names, (*row[:3], int(row[3]), int(row[4])), strict=True)) for row in rows]
+
+    def _sample_outcomes(self, conn: sa.Connection) -> list[dict[str, Any]]:
+        """Accepted samples whose program or tools failed."""
+        s = t.sample.c
+        kind = (s.reward_status, s.sandbox_status, s.blame)
+        rows = conn.execute(
+            sa.select(*kind, sa.func.count())
+            .where(s.run_id == self.run.run_id, s.blame.is_not(None)).group_by(*kind).order_by(*kind)
+        )  # fmt: skip
+        return [dict(zip(("status", "sandbox_status", "blame", "samples"), (*row[:3], int(row[3])), strict=True)) for row in rows]
+
+    def _breaker_events(self, conn: sa.Connection) -> dict[str, Any]:
+        """How often the circuit breaker opened, and its newest events, oldest first."""
+        e = t.event.c
+        here = (e.run_id == self.run.run_id, e.kind.in_((OPENED, CLOSED)))
+        rows = conn.execute(
+            sa.select(e.kind, e.at_us, e.detail_json).where(*here).order_by(e.seq.desc()).limit(BREAKER_EVENTS_SHOWN)
+        ).all()
+        events = [{"what": r.kind, "at_s": r.at_us / 1e6, **json.loads(r.detail_json)} for r in reversed(rows)]
+        return {"opened": self._count(conn, t.event, e.kind == OPENED), "events": events}
+
+    def _unsafe_workers(self, conn: sa.Connection) -> int:
+        """Workers, past ones included, that ran model-written code where nothing is contained; counted up to a bound."""
+        w = t.worker.c
+        rows = conn.execute(
+            sa.select(w.labels_json)
+            .where(w.run_id == self.run.run_id, w.labels_json.contains('"unsafe"'))
+            .limit(WORKERS_LOOKED_AT)
+        )
+        return sum(_is_unsafe(labels_json) for (labels_json,) in rows)
+
+
+def _is_unsafe(labels_json: str) -> bool:
+    try:
+        labels = json.loads(labels_json)
+    except ValueError:
+        return False
+    sandbox = labels.get("sandbox") if isinstance(labels, dict) else None
+    return (sandbox.get("backend") if isinstance(sandbox, dict) else sandbox) == "unsafe"
+
+
+def _task_name(task_json: Any, *, is_sqlite: bool) -> Any:
+    """Text of the first of ``TASK_KEYS`` in a task, else NULL. Whatever the task holds, reading it raises nothing.
+
+    SQLite reads JSON. PostgreSQL before 16 cannot tell whether a text is JSON before it fails on it, so there the key is searched
+    for in the text, where it may also stand deeper than at the top.
+    """
+    if not is_sqlite:
+        found = [sa.func.substring(task_json, rf'"{key}":\s*"([^"\\]{{1,{TASK_CHARS_MAX}}})') for key in TASK_KEYS]
+        return sa.func.coalesce(*found)
+    read = [
+        sa.case((sa.func.json_type(task_json, at) == "text", sa.func.nullif(sa.func.json_extract(task_json, at), "")))
+        for at in (f"$.{key}" for key in TASK_KEYS)
+    ]
+    named = sa.func.substr(sa.func.coalesce(*read), 1, TASK_CHARS_MAX)
+    return sa.case((sa.func.json_valid(task_json) == 1, named))
+
+
+def _counted(slots: sa.Subquery, source: Any, bucket: Any) -> sa.Select:
+    """(bucket, end) with slots, finished ones, ones with a reward, their rewards' sum."""
+    c = slots.c
+    inner = sa.select(bucket.label("bucket"), c.end, c.finished, c.reward).select_from(source).subquery("placed")
+    return sa.select(
+        inner.c.bucket, inner.c.end, sa.func.count(), sa.func.sum(inner.c.finished), sa.func.count(inner.c.reward),
+        sa.func.coalesce(sa.func.sum(inner.c.reward), 0.0),
+    ).group_by(inner.c.bucket, inner.c.end)  # fmt: skip
+
+
+def _folded(rows: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    """One entry per bucket in order, ``unknown`` last; buckets nobody is in are left out at both ends."""
+    made = [_empty(name) for name in (*names, UNKNOWN)]
+    for bucket, end, n, finished, rewarded, reward_sum in rows:
+        entry = made[len(names) if bucket is None else int(bucket)]
+        entry["opened"] += int(n)
+        entry["finished"] += int(finished)
+        entry["rewarded"] += int(rewarded)
+        entry["rewarded_sum"] += float(reward_sum)
+        if end == PlanOutcome.TRAINED.value:
+            entry["trained"] += int(n)
+            entry["reward_sum"] += float(reward_sum)
+        elif end == WAITING:
+            entry["waiting"] += int(n)
+        else:
+            entry["dropped"][end] = entry["dropped"].get(end, 0) + int(n)
+    known = [i for i, entry in enumerate(made[:-1]) if entry["opened"]]
+    shown = made[known[0] : known[-1] + 1] if known else []
+    return shown + ([made[-1]] if made[-1]["opened"] else [])
+
+
+def _empty(name: str) -> dict[str, Any]:
+    return {
+        "bucket": name, "opened": 0, "finished": 0, "trained": 0, "waiting": 0, "dropped": {}, "rewarded": 0, "rewarded_sum": 0.0,
+        "reward_sum": 0.0,
+    }  # fmt: skip
+
+
+def _totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over the buckets of one dimension, which are those of every dimension."""
+    dropped = {kind: sum(row["dropped"].get(kind, 0) for row in rows) for kind in DROPS}
+    return {name: sum(row[name] for row in rows) for name in ("opened", "finished", "trained", "waiting")} | {"dropped": dropped}
