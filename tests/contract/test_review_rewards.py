@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ledger_support import Scene, trajectory
+from ledger_support import trajectory
 from test_ledger_breaker import breaker, fail
 
 from ledger_bench import Bench

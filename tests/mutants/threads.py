@@ -8,6 +8,7 @@ RESUME = "tests/threads/test_resume_threads.py::test_"
 STALENESS = "tests/threads/test_staleness_threads.py::test_"
 LEDGER = "tests/threads/test_ledger_threads.py::test_"
 LEARNER = "tests/threads/test_learner_threads.py::test_"
+REWARDS = "tests/threads/test_reward_threads.py::test_"
 FEEDER = "tests/threads/test_feeder_threads.py::test_"
 
 
@@ -310,7 +311,197 @@ QUEUES = (
 )
 """Job queues, durable execution and stores of other kinds."""
 
-THREADS = LOST_OR_DOUBLED + TOO_OLD + QUEUES
+CODE_AND_SANDBOXES = (
+    Row(
+        ("rllm#710",),
+        ((REWARDS + "rllm_710_an_episode_that_is_cut_is_not_a_finished_one", "a_cut_is_logged_as_an_end"),),
+    ),
+    Row(
+        ("rllm#915",),
+        ((REWARDS + "rllm_915_no_zombie_is_left_by_checks_that_were_killed", "what_was_killed_is_not_waited_for"),),
+    ),
+    Row(
+        ("NeMo-RL#2207",),
+        ((REWARDS + "nemo_rl_2207_a_member_without_a_verdict_leaves_the_baseline_alone", "no_verdict_counts_as_zero"),),
+    ),
+    Row(
+        ("NeMo-Gym#2611", "NeMo-Gym#2015"),
+        (
+            (
+                REWARDS + "nemo_gym_2611_an_environment_can_say_that_infrastructure_failed",
+                "an_environment_that_failed_gives_zero",
+            ),
+            (REWARDS + "nemo_gym_2015_an_exception_while_grading_is_no_reward", "an_exception_is_zero"),
+        ),
+    ),
+    Row(
+        ("OpenEnv#1025", "OpenEnv#965"),
+        (
+            (REWARDS + "openenv_1025_a_missing_reward_file_is_an_error", "a_missing_reward_is_zero"),
+            (REWARDS + "openenv_965_a_reward_that_is_being_given_outlives_its_lease", "the_outer_clock_drops_the_reward"),
+        ),
+    ),
+    Row(
+        ("verl#5635", "trl#5281"),
+        ((REWARDS + "verl_5635_a_score_asked_for_in_another_thread_is_the_same", "an_alarm_bounds_the_score"),),
+    ),
+    Row(
+        ("verl#1331",),
+        ((REWARDS + "verl_1331_judging_leaves_the_alarm_signal_alone", "the_alarm_is_left_to_its_default"),),
+    ),
+    Row(
+        ("verl#6673",),
+        ((REWARDS + "verl_6673_a_score_that_hangs_ends_and_holds_up_no_other", "scores_have_no_limit"),),
+    ),
+    Row(
+        ("verl#7853",),
+        (
+            (
+                REWARDS + "verl_7853_a_program_that_raises_earns_nothing_where_nothing_is_expected",
+                "an_exception_with_exit_code_0_answers_nothing_rightly",
+            ),
+        ),
+    ),
+    Row(
+        ("verl#3478", "verl#6978"),
+        (
+            (REWARDS + "verl_3478_jobs_beyond_the_slots_wait_for_their_turn", "a_full_sandbox_refuses"),
+            (REWARDS + "verl_6978_a_tools_broken_sandbox_is_not_text_for_the_model", "a_tools_failure_is_its_answer"),
+        ),
+    ),
+    Row(
+        ("SvS#3", "code-r1#7"),
+        ((REWARDS + "svs_3_a_check_that_ignores_every_signal_is_killed", "checks_are_never_killed"),),
+    ),
+    Row(
+        ("open-r1#546",),
+        ((REWARDS + "open_r1_546_a_run_out_of_time_says_so", "a_timeout_is_ok"),),
+    ),
+    Row(
+        ("evalplus#5",),
+        ((REWARDS + "evalplus_5_a_wall_clock_that_ran_out_on_a_busy_host_fails_no_program", "every_timeout_is_the_programs"),),
+    ),
+    Row(
+        ("SWE-smith#24", "SWE-bench#620"),
+        (
+            (REWARDS + "swe_smith_24_tests_that_did_not_run_are_not_passed", "none_of_none_is_all"),
+            (REWARDS + "swe_bench_620_a_printed_line_is_no_passed_test", "a_printed_line_is_believed"),
+        ),
+    ),
+    Row(
+        ("codewars.com#3083", "codewars.com#2448", "codewars-runner-cli#279", "codewars-runner#321"),
+        (
+            (REWARDS + "codewars_2448_an_object_that_equals_everything_is_wrong", "an_objects_own_comparison_decides"),
+            (REWARDS + "codewars_runner_321_leaving_early_passes_nothing", "exit_code_0_is_success"),
+        ),
+    ),
+    Row(
+        ("agent-os#2372", "rbx#807"),
+        (
+            (REWARDS + "agent_os_2372_a_run_ended_by_its_memory_limit_is_not_ok", "out_of_memory_is_ok"),
+            (REWARDS + "rbx_807_memory_wins_whichever_limit_was_polled_first", "the_limit_polled_first_wins"),
+        ),
+    ),
+    Row(
+        ("verifiers#399", "verifiers#1920", "verifiers#1750", "verifiers#1412"),
+        (
+            (REWARDS + "verifiers_399_closing_a_sandbox_ends_what_runs_in_it", "jobs_outlive_their_sandbox"),
+            (REWARDS + "verifiers_1412_an_episode_that_failed_is_not_scored", "failed_episodes_are_scored"),
+        ),
+    ),
+    Row(
+        ("SkyRL#1613",),
+        ((REWARDS + "skyrl_1613_one_failed_rollout_leaves_its_step_to_the_others", "one_failure_ends_its_group"),),
+    ),
+    Row(
+        ("tinker-cookbook#497",),
+        ((REWARDS + "tinker_cookbook_497_a_failed_score_is_tried_again_in_a_fresh_process", "a_failed_score_is_dropped"),),
+    ),
+    Row(
+        ("trl#5775", "compose-rl#87"),
+        (
+            (REWARDS + "trl_5775_a_group_without_any_verdict_has_no_statistics_and_poisons_none", "an_empty_group_has_no_mean"),
+            (REWARDS + "compose_rl_87_a_check_out_of_time_is_sent_as_a_failure", "a_check_out_of_time_is_sent_as_zero"),
+        ),
+    ),
+    Row(
+        ("AutoCodeBenchmark#1", "codex#38909"),
+        (
+            (REWARDS + "autocodebenchmark_1_a_sandbox_server_is_replaced_before_it_grows", "one_server_for_ever"),
+            (REWARDS + "codex_38909_a_chain_of_forks_ends_at_the_process_limit", "processes_are_not_counted"),
+        ),
+    ),
+    Row(
+        ("firejail#1956", "firejail#380", "bubblewrap#313", "bubblewrap#798"),
+        (
+            (REWARDS + "firejail_1956_a_backend_that_does_not_contain_is_never_taken", "installed_is_good_enough"),
+            (REWARDS + "bubblewrap_313_a_program_is_not_root_inside", "programs_run_as_who_started_them"),
+            (
+                REWARDS + "bubblewrap_798_a_bound_that_cannot_be_set_blames_no_program",
+                "a_setup_that_failed_is_the_programs_error",
+            ),
+        ),
+    ),
+    Row(
+        ("crewAI#5802",),
+        ((REWARDS + "crewai_5802_a_tool_with_effects_is_not_called_twice", "every_tool_may_run_again"),),
+    ),
+)
+"""Model-written code, its sandboxes and verdicts, and tools."""
+
+FAILED_AS_ZERO = (
+    Row(
+        ("NeMo-Gym#1351", "NeMo-Gym#2552", "NeMo-Gym#2750"),
+        ((REWARDS + "nemo_gym_1351_failures_are_counted_and_seen_and_no_reward_is_made_up", "failures_leave_no_row"),),
+    ),
+    Row(
+        ("NeMo-RL#3589",),
+        ((REWARDS + "nemo_rl_3589_a_rollout_that_failed_is_no_sample", "an_exception_is_an_empty_row"),),
+    ),
+    Row(
+        ("NeMo-RL#431",),
+        ((REWARDS + "nemo_rl_2207_a_member_without_a_verdict_leaves_the_baseline_alone", "no_verdict_counts_as_zero"),),
+    ),
+    Row(
+        ("NeMo-RL#2305", "NeMo-RL#2394"),
+        ((REWARDS + "nemo_rl_2305_an_environment_that_keeps_dying_stops_the_run", "dying_environments_are_replaced_for_ever"),),
+    ),
+    Row(
+        ("trl#6427", "trl#6430"),
+        ((REWARDS + "trl_6427_a_reward_function_that_abstains_gives_no_zero", "abstaining_is_zero"),),
+    ),
+    Row(
+        ("AReaL#1541", "AReaL#1651", "miles#3221"),
+        ((REWARDS + "areal_1541_a_score_out_of_time_has_a_status_and_no_value", "a_score_out_of_time_is_zero"),),
+    ),
+    Row(
+        ("ToRL#27",),
+        ((REWARDS + "torl_27_a_rising_share_of_sandbox_errors_opens_the_breaker", "sandbox_errors_alarm_nobody"),),
+    ),
+    Row(
+        ("verl#6362", "verl#6452"),
+        ((REWARDS + "verl_6362_a_rejected_sample_does_not_move_the_baseline", "rejected_samples_move_the_mean"),),
+    ),
+    Row(
+        ("verl-omni#366",),
+        ((REWARDS + "verl_omni_366_a_scorer_that_fails_once_is_asked_again", "a_scorers_error_is_final"),),
+    ),
+    Row(
+        ("slime#1582",),
+        ((REWARDS + "slime_1582_a_hiccup_of_the_sandbox_costs_neither_the_run_nor_the_verdict", "a_hiccup_is_final"),),
+    ),
+    Row(
+        ("agentcore-rl-toolkit#122",),
+        ((REWARDS + "agentcore_122_an_empty_completion_is_not_padded_into_a_sample", "nothing_is_padded_to_one_token"),),
+    ),
+    Row(
+        ("prime-rl#1563", "prime-rl#3015"),
+        ((REWARDS + "prime_rl_3015_a_run_whose_every_rollout_fails_stops_loudly", "it_waits_for_ever"),),
+    ),
+)
+"""Failed rewards that became a number; threads that stand above as well are listed there only."""
+
+THREADS = LOST_OR_DOUBLED + TOO_OLD + QUEUES + CODE_AND_SANDBOXES + FAILED_AS_ZERO
 
 
 def tests_of(mutant: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mutants import registry
-from mutants.threads import LOST_OR_DOUBLED, THREADS, TOO_OLD, mutants_used
+from mutants.threads import CODE_AND_SANDBOXES, FAILED_AS_ZERO, LOST_OR_DOUBLED, THREADS, TOO_OLD, mutants_used
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,11 +25,29 @@ tinker-cookbook#822 rllm#622 slime#1800 SkyRL#1315 vllm#54443
 """.split()
 """The survey's threads about staleness and versions, in its order."""
 
+CODE_AND_SANDBOXES_IDS = """
+rllm#710 rllm#915 NeMo-RL#2207 NeMo-Gym#2611 NeMo-Gym#2015 OpenEnv#1025 OpenEnv#965 verl#5635 trl#5281 verl#1331 verl#6673
+verl#7853 verl#3478 verl#6978 SvS#3 code-r1#7 open-r1#546 evalplus#5 SWE-smith#24 SWE-bench#620 codewars.com#3083
+codewars.com#2448 codewars-runner-cli#279 codewars-runner#321 agent-os#2372 rbx#807 verifiers#399 verifiers#1920
+verifiers#1750 verifiers#1412 SkyRL#1613 tinker-cookbook#497 trl#5775 compose-rl#87 AutoCodeBenchmark#1 codex#38909
+firejail#1956 firejail#380 bubblewrap#313 bubblewrap#798 crewAI#5802
+""".split()
+"""The threads about code, sandboxes, verdicts and tools, in the order of their list."""
+
+FAILED_AS_ZERO_IDS = """
+NeMo-Gym#1351 NeMo-Gym#2552 NeMo-Gym#2750 NeMo-RL#3589 NeMo-RL#431 NeMo-RL#2305 NeMo-RL#2394 trl#6427 trl#6430 AReaL#1541
+AReaL#1651 miles#3221 ToRL#27 verl#6362 verl#6452 verl-omni#366 slime#1582 agentcore-rl-toolkit#122 prime-rl#1563
+prime-rl#3015
+""".split()
+"""The survey's threads about failed rewards, in its order, without those of the list before."""
+
 
 def test_every_thread_of_the_survey_has_a_row() -> None:
     assert [thread for row in LOST_OR_DOUBLED for thread in row.threads] == LOST_OR_DOUBLED_IDS
     assert [thread for row in TOO_OLD for thread in row.threads] == TOO_OLD_IDS
-    assert (len(LOST_OR_DOUBLED), len(TOO_OLD)) == (21, 12)
+    assert [thread for row in CODE_AND_SANDBOXES for thread in row.threads] == CODE_AND_SANDBOXES_IDS
+    assert [thread for row in FAILED_AS_ZERO for thread in row.threads] == FAILED_AS_ZERO_IDS
+    assert (len(LOST_OR_DOUBLED), len(TOO_OLD), len(CODE_AND_SANDBOXES), len(FAILED_AS_ZERO)) == (21, 12, 23, 12)
 
 
 def test_no_thread_has_two_rows() -> None:

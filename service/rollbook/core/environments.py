@@ -43,7 +43,8 @@ class ToolRequest:
 
     def to_json(self) -> str:
         """Canonical JSON: what is recorded, and what the request digest is taken of."""
-        return json.dumps({"tool": self.tool, "arguments": self.arguments}, sort_keys=True, ensure_ascii=False)
+        # ASCII: a model can write half of a surrogate pair, which has no bytes otherwise.
+        return json.dumps({"tool": self.tool, "arguments": self.arguments}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> ToolRequest:

@@ -113,7 +113,7 @@ class Breaker(Feeding):
         if len(newest) == PROBES and not any(reason for _, reason in newest):
             self._close_breaker(txn, state)
 
-    def _close_breaker(self, txn: Txn, state: BreakerState, **why: object) -> None:
+    def _close_breaker(self, txn: Txn, state: BreakerState, **why: Any) -> None:
         self._event(txn, CLOSED, open_s=round((txn.now_us - state.since_us) / 1e6, 3), **why)
         txn.rings |= {"lease", "plan"}
 

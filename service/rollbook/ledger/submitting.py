@@ -197,7 +197,7 @@ class Submitting(Leasing):
         return out
 
     def _drop_outdated(self, txn: Txn, refused: Sequence[Any]) -> None:
-        """Close and refill groups whose slots go on from recorded calls (R13) that are too old: every attempt would be refused."""
+        """Close and refill groups whose slots go on from recorded calls (R13) that are too old: each attempt would be refused."""
         if self._is_fixed:
             return
         c = t.tool_call.c

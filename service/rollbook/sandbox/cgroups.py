@@ -37,10 +37,12 @@ class Groups:
         try:
             if self._memory:
                 name = "memory.max" if self._version == 2 else "memory.limit_in_bytes"
+                swap = "memory.swap.max" if self._version == 2 else "memory.memsw.limit_in_bytes"
+                with contextlib.suppress(OSError):  # the last job's may be below what this one is to have
+                    (self._memory / swap).write_text("max" if self._version == 2 else "-1")
                 (self._memory / name).write_text(str(memory_bytes))
                 with contextlib.suppress(OSError):  # absent where swap is not accounted
-                    name = "memory.swap.max" if self._version == 2 else "memory.memsw.limit_in_bytes"
-                    (self._memory / name).write_text("0" if self._version == 2 else str(memory_bytes))
+                    (self._memory / swap).write_text("0" if self._version == 2 else str(memory_bytes))
         except OSError:
             self._memory = None
         try:

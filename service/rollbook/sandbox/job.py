@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
 import os
+import resource
 import sys
+import time
 import types
+from typing import NoReturn
 
 READY = b"R"
 ANSWERS_FD, CLAIM_FD = 3, 4
 CLAIM_BYTES_MAX = 8192
 _TEXT_MAX = 2000
+COUNT_S = 0.25
+"""A job that could not fork stays this long, so that its watcher can count processes before they end with it."""
 
 
 def run(payload_fd: int, answers_fd: int, claim_fd: int) -> None:
@@ -24,6 +30,7 @@ def run(payload_fd: int, answers_fd: int, claim_fd: int) -> None:
     with os.fdopen(payload_fd, "rb") as file:
         payload = json.loads(file.read())
     for name, content in payload["files"].items():
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
         with open(name, "wb") as file:
             file.write(base64.b64decode(content))
     setup: dict = {"__name__": "__setup__"}
@@ -44,6 +51,8 @@ def run(payload_fd: int, answers_fd: int, claim_fd: int) -> None:
         sys.stderr.flush()
     if os.getpid() != me:
         return  # a child of the program has come here as well: its end is not the program's
+    if claim.get("errno") == errno.EAGAIN:
+        time.sleep(COUNT_S)
     _write_all(claim_fd, json.dumps(claim).encode()[:CLAIM_BYTES_MAX])
 
 
@@ -77,16 +86,32 @@ def payload_of(source: str, setup: str, files: dict[str, bytes]) -> bytes:
     return json.dumps({"source": source, "setup": setup, "files": encoded}).encode()
 
 
-def become_job(stdin: int, stdout: int, stderr: int, payload: int, answers: int, claim: int) -> None:
+def reap(inner: tuple[int, int, int, int, int, int], status: int) -> NoReturn:
+    """As first process of a pid namespace: start the job, reap, write its wait status, end; the kernel ends what is left."""
+    try:
+        if (job := os.fork()) == 0:
+            become_job(*inner)
+        for fd in inner:
+            os.close(fd)
+        while True:
+            pid, how = os.wait()
+            if pid == job:
+                os.write(status, str(how).encode())
+                break
+    finally:
+        os._exit(0)
+
+
+def become_job(stdin: int, stdout: int, stderr: int, payload: int, answers: int, claim: int) -> NoReturn:
     """Put the descriptors where they belong, close all others, run, and leave without a trace of the interpreter's exit."""
-    moved = [os.dup(fd) for fd in (stdin, stdout, stderr, answers, claim, payload)]
-    # Two moves, so that no target is still needed as a source.
-    high = [os.dup2(fd, 200 + place) for place, fd in enumerate(moved)]
-    for target, fd in enumerate(high):
-        os.dup2(fd, target, inheritable=target < 3)
-    os.closerange(6, 4096)
     code = 1
     try:
+        moved = [os.dup(fd) for fd in (stdin, stdout, stderr, answers, claim, payload)]
+        # Two moves, so that no target is still needed as a source.
+        high = [os.dup2(fd, 200 + place) for place, fd in enumerate(moved)]
+        for target, fd in enumerate(high):
+            os.dup2(fd, target, inheritable=target < 3)
+        os.closerange(6, 4096)
         run(5, ANSWERS_FD, CLAIM_FD)
         code = 0
     except BaseException as error:  # noqa: BLE001 - before the ready byte this is the sandbox's own failure
@@ -96,4 +121,7 @@ def become_job(stdin: int, stdout: int, stderr: int, payload: int, answers: int,
 
 
 if __name__ == "__main__":
-    become_job(0, 1, 2, *map(int, sys.argv[1:4]))
+    # PAYLOAD ANSWERS CLAIM STATUS PROCESSES, as first process of namespaces that somebody else has made.
+    _payload, _answers, _claim, _status, _processes = map(int, sys.argv[1:6])
+    resource.setrlimit(resource.RLIMIT_NPROC, (_processes, _processes))
+    reap((0, 1, 2, _payload, _answers, _claim), _status)

@@ -28,6 +28,8 @@ PR_SET_CHILD_SUBREAPER, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 36, 47, 4
 SECCOMP_MODE_FILTER = 2
 CAPS_LAST = 63
 _CAPABILITY_VERSION_3 = 0x20080522
+_MOUNT_SETATTR = 442
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,6 +54,13 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
     """Mount. Raises OSError."""
     encoded = [text.encode() if text else None for text in (source, target, kind)]
     _check(_libc.mount(*encoded, flags, options.encode() if options else None), f"mount {source} on {target}")
+
+
+def restrict_mounts(target: str, flags: int) -> None:
+    """Give the mount at ``target`` and all mounts below it ``flags`` (read-only, no set-user-id, no devices). Raises OSError."""
+    attributes = (ctypes.c_uint64 * 4)(flags, 0, 0, 0)  # MOUNT_ATTR_* equal MS_* for these
+    arguments = (ctypes.c_int(_AT_FDCWD), target.encode(), ctypes.c_uint(_AT_RECURSIVE), attributes, ctypes.c_size_t(32))
+    _check(_libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments), f"mount_setattr {target}")
 
 
 def unmount(target: str) -> None:

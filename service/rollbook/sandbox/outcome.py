@@ -29,7 +29,7 @@ class Report:
     wait_status: int | None = None
     """As of waitpid(2)."""
     killed: str = ""
-    """The limit for which it was killed: ``wall``, ``cpu``, ``memory``, or ``asked``."""
+    """The limit for which it was killed: ``wall``, ``cpu``, ``memory``, ``disk``, or ``asked``."""
     oom: bool = False
     """The kernel killed for memory."""
     crowded: bool = False
@@ -37,6 +37,8 @@ class Report:
     error: str = ""
     """What failed before the program began."""
     is_spawned: bool = True
+    lost: bool = False
+    """What held it was ended by something that is neither its limits nor the program."""
     cpu_s: float = 0.0
     wall_s: float = 0.0
     rss_bytes: int = 0
@@ -62,8 +64,10 @@ class Report:
             return None
 
 
-def status_of(report: Report | None, limits: Limits, over_output: bool, cancelled: bool) -> tuple[SandboxStatus, str]:
-    """Status and reason of a job whose watcher has ended."""
+def status_of(
+    report: Report | None, limits: Limits, over_output: bool, cancelled: bool, overdue: bool = False
+) -> tuple[SandboxStatus, str]:
+    """Status and reason of a job whose watcher has ended; ``overdue``: its owner ended it, since its watcher had not."""
     s = SandboxStatus
     if report is None:
         return (s.CANCELLED, "ended on its owner's word") if cancelled else (s.INFRA_LOST, "its watcher vanished")
@@ -75,12 +79,19 @@ def status_of(report: Report | None, limits: Limits, over_output: bool, cancelle
         return s.INFRA_SETUP, report.error or f"it ended before the program began (killed: {report.killed or 'no'})"
     if over_output:
         return s.OUTPUT_LIMIT, f"more than {limits.output_bytes} bytes of output"
+    if overdue and report.killed == "asked":
+        return s.INFRA_LOST, "its watcher did not end it in time"
     if report.killed == "memory" or report.oom:
         return s.OOM, f"more than {limits.memory_bytes >> 20} MiB of memory"
-    if report.killed == "cpu" or report.signal == signal.SIGXCPU:
+    by_kernel = report.signal == signal.SIGXCPU or (report.signal == signal.SIGKILL and report.cpu_s >= limits.cpu_s)
+    if report.killed == "cpu" or (by_kernel and not report.killed):
         return s.TIMEOUT_CPU, f"more than {limits.cpu_s:g} s of processor time"
+    if report.killed == "disk":
+        return s.DISK_LIMIT, f"more than {limits.disk_bytes >> 20} MiB of files"
     if report.killed == "wall":
         return s.TIMEOUT_WALL, f"more than {limits.wall_s:g} s, {report.cpu_s:.2f} s of them on a processor"
+    if report.lost:
+        return s.INFRA_LOST, report.error or f"its sandbox was ended by signal {report.signal}"
     if report.signal is not None:
         return s.CRASHED, f"signal {report.signal}"
     return _claimed(report)

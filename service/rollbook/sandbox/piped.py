@@ -13,18 +13,22 @@ import os
 import select
 import selectors
 from collections.abc import Callable
+from typing import ClassVar
 
 from rollbook.core.host import host
 from rollbook.core.records import SandboxStatus
 from rollbook.core.sandboxing import Execution, Limits, blame_of
 from rollbook.sandbox.outcome import Report, status_of
+from rollbook.sandbox.watch import SETUP_S
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 5.0
-"""How long after a job's wall time its watcher may take to say how it ended."""
+GRACE_S = 30.0
+"""How long beyond set-up and wall time a job's watcher may take, on a busy host, to say how it ended."""
 REPORT_BYTES_MAX = 1 << 20
 _CHUNK = 1 << 16
+_CHUNKS_MAX = 1024
+"""Most that is read of pipes whose job is over."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +43,10 @@ class Pipes:
     life: int
     """Closing it ends the job."""
 
+    NAMES: ClassVar = ("stdin", "stdout", "stderr", "answers", "report", "life")
+    WRITTEN: ClassVar = ("stdin", "life")
+    """Those whose writing end is the owner's."""
+
 
 class PipedJob:
     """Implements ``core.sandboxing.Job``."""
@@ -48,9 +56,9 @@ class PipedJob:
         self._lock = host().condition()
         self._lines, self._rest = bytearray(), {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
         self._answered = 0
-        self._over = self._cancelled = self._ended = False
+        self._over = self._cancelled = self._overdue = self._ended = False
         self._result: Execution | None = None
-        self._deadline = host().monotonic() + limits.wall_s + GRACE_S
+        self._deadline = host().monotonic() + SETUP_S + limits.wall_s + GRACE_S
         os.set_blocking(pipes.stdin, False)
         self._thread = host().thread(self._read, "sandbox-job")
         self._thread.start()
@@ -59,18 +67,22 @@ class PipedJob:
         """Write to its standard input; whoever does not read loses it, within the job's time."""
         view = memoryview(data)
         while view:
+            # Under the lock, so that the number written to is never one that was closed and given to another file.
             with self._lock:
-                if self._pipes.stdin < 0 or self._ended:
-                    return
                 stdin = self._pipes.stdin
-            try:
-                view = view[os.write(stdin, view[:_CHUNK]) :]
-            except BlockingIOError:
-                if host().monotonic() > self._deadline:
+                if stdin < 0 or self._ended:
                     return
-                select.select([], [stdin], [], 0.1)
-            except OSError:
-                return
+                try:
+                    view = view[os.write(stdin, view[:_CHUNK]) :]
+                    continue
+                except BlockingIOError:
+                    if host().monotonic() > self._deadline:
+                        return
+                except OSError:
+                    return
+            waiting = select.poll()  # select(2) knows no descriptor from 1024 on
+            waiting.register(stdin, select.POLLOUT)
+            waiting.poll(100)
 
     def close_input(self) -> None:
         """End of its standard input."""
@@ -84,10 +96,10 @@ class PipedJob:
         until = host().monotonic() + timeout_s
         with self._lock:
             while True:
-                line, found, rest = self._lines.partition(b"\n")
-                if found:
-                    self._lines = bytearray(rest)
-                    return bytes(line)
+                if (end := self._lines.find(b"\n")) >= 0:
+                    line = bytes(self._lines[:end])
+                    del self._lines[: end + 1]
+                    return line
                 left = until - host().monotonic()
                 if self._ended or left <= 0:
                     return None
@@ -116,6 +128,12 @@ class PipedJob:
 
     def _read(self) -> None:
         """The thread: collect until the watcher has ended, then say how it was."""
+        try:
+            self._collect_all()
+        finally:
+            self._finish()
+
+    def _collect_all(self) -> None:
         p = self._pipes
         with selectors.DefaultSelector() as selector:
             for name in ("stdout", "stderr", "answers", "report"):
@@ -124,14 +142,15 @@ class PipedJob:
                 left = self._deadline - host().monotonic()
                 if left <= 0:
                     with self._lock:
+                        self._overdue = True
                         self._cut()
                     if left < -GRACE_S:
                         break  # its watcher hangs as well: what it says is not waited for
                 self._collect(selector, min(max(left, 0.05), 1.0))
             # Whoever still holds a pipe is dead or not the job's any more; what was written before is taken.
-            while selector.get_map() and self._collect(selector, 0.0):
-                pass
-        self._finish()
+            for _ in range(_CHUNKS_MAX):
+                if not (selector.get_map() and self._collect(selector, 0.0)):
+                    break
 
     def _collect(self, selector: selectors.BaseSelector, timeout_s: float) -> bool:
         events = selector.select(timeout_s)
@@ -165,7 +184,7 @@ class PipedJob:
 
     def _finish(self) -> None:
         report = Report.parse(bytes(self._rest["report"]))
-        status, reason = status_of(report, self._limits, self._over, self._cancelled)
+        status, reason = status_of(report, self._limits, self._over, self._cancelled, self._overdue)
         seen = report or Report()
         if self._over and status is SandboxStatus.OK:
             status, reason = SandboxStatus.OUTPUT_LIMIT, f"more than {self._limits.output_bytes} bytes of output"

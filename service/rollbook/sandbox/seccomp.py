@@ -20,37 +20,39 @@ _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
 
 _COMMON = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_open": 434, "pidfd_getfd": 438,
     "process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "process_mrelease": 448,
+    "statmount": 457, "listmount": 458, "lsm_get_self_attr": 459, "lsm_set_self_attr": 460, "open_tree_attr": 467,
 }  # fmt: skip
 DENIED = {
     "x86_64": _COMMON | {
-        "shmget": 29, "socket": 41, "connect": 42, "accept": 43, "bind": 49, "listen": 50, "msgget": 68, "ptrace": 101,
-        "syslog": 103, "mknod": 133, "uselib": 134, "personality": 135, "ustat": 136, "sysfs": 139, "modify_ldt": 154,
-        "pivot_root": 155, "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166,
-        "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171, "iopl": 172, "ioperm": 173,
-        "init_module": 175, "delete_module": 176, "quotactl": 179, "nfsservctl": 180, "lookup_dcookie": 212,
+        "shmget": 29, "socket": 41, "connect": 42, "accept": 43, "bind": 49, "listen": 50, "semget": 64, "msgget": 68,
+        "ptrace": 101, "syslog": 103, "mknod": 133, "uselib": 134, "personality": 135, "ustat": 136, "sysfs": 139,
+        "modify_ldt": 154, "pivot_root": 155, "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164, "mount": 165,
+        "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171, "iopl": 172,
+        "ioperm": 173, "init_module": 175, "delete_module": 176, "quotactl": 179, "nfsservctl": 180, "lookup_dcookie": 212,
         "clock_settime": 227, "mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239, "mq_open": 240, "kexec_load": 246,
         "add_key": 248, "request_key": 249, "keyctl": 250, "migrate_pages": 256, "mknodat": 259, "unshare": 272,
         "vmsplice": 278, "move_pages": 279, "accept4": 288, "perf_event_open": 298, "fanotify_init": 300,
         "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305, "setns": 308, "process_vm_readv": 310,
         "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "seccomp": 317, "memfd_create": 319,
-        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "io_setup": 206, "io_submit": 209,
     },
     "aarch64": _COMMON | {
-        "lookup_dcookie": 18, "mknodat": 33, "umount2": 39, "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51,
-        "quotactl": 60, "vmsplice": 75, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105,
-        "delete_module": 106, "clock_settime": 112, "syslog": 116, "ptrace": 117, "reboot": 142, "sethostname": 161,
-        "setdomainname": 162, "settimeofday": 170, "adjtimex": 171, "mq_open": 180, "msgget": 186, "shmget": 194,
-        "socket": 198, "bind": 200, "listen": 201, "accept": 202, "connect": 203, "add_key": 217, "request_key": 218,
-        "keyctl": 219, "swapon": 224, "swapoff": 225, "mbind": 235, "get_mempolicy": 236, "set_mempolicy": 237,
-        "migrate_pages": 238, "move_pages": 239, "perf_event_open": 241, "accept4": 242, "fanotify_init": 262,
-        "name_to_handle_at": 264, "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270,
-        "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "seccomp": 277, "memfd_create": 279, "bpf": 280,
-        "userfaultfd": 282, "kexec_file_load": 294,
+        "io_setup": 0, "io_submit": 2, "semget": 190, "lookup_dcookie": 18, "mknodat": 33, "umount2": 39, "mount": 40,
+        "pivot_root": 41, "nfsservctl": 42, "chroot": 51, "quotactl": 60, "vmsplice": 75, "acct": 89, "personality": 92,
+        "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116,
+        "ptrace": 117, "reboot": 142, "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171,
+        "mq_open": 180, "msgget": 186, "shmget": 194, "socket": 198, "bind": 200, "listen": 201, "accept": 202,
+        "connect": 203, "add_key": 217, "request_key": 218, "keyctl": 219, "swapon": 224, "swapoff": 225, "mbind": 235,
+        "get_mempolicy": 236, "set_mempolicy": 237, "migrate_pages": 238, "move_pages": 239, "perf_event_open": 241,
+        "accept4": 242, "fanotify_init": 262, "name_to_handle_at": 264, "open_by_handle_at": 265, "clock_adjtime": 266,
+        "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "seccomp": 277,
+        "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
     },
 }  # fmt: skip
 """Numbers by machine and name. Memory that no resident size shows (memfd, System V) is among them."""
@@ -72,5 +74,7 @@ def filter_program(machine: str | None = None) -> bytes:
     program += [_op(_JEQ, _CLONE3, 0, 1), _op(_RET, _ERRNO | errno.ENOSYS)]
     for number in sorted(DENIED[machine].values()):
         program += [_op(_JEQ, number, 0, 1), deny]
+    # Of its own limits only: a process's first ancestor in the sandbox has the same user.
+    program += [_op(_JEQ, _PRLIMIT[machine], 0, 4), _op(_LD, _ARG0), _op(_JEQ, 0, 0, 1), _op(_RET, _ALLOW), deny]
     program += [_op(_JEQ, _CLONE[machine], 0, 3), _op(_LD, _ARG0), _op(_JSET, ANY_NAMESPACE, 0, 1), deny]
     return b"".join([*program, _op(_RET, _ALLOW)])

@@ -1,8 +1,8 @@
 """Sandboxes on zygotes: the owner's side. One warm interpreter per hash seed, one job per fork.
 
-Owns the control socket, the slots and the life of the zygotes. What contains a job is the zygote's mode: ``namespaces`` (backend
-``zygote``), ``landlock``, or ``nothing`` (backend ``unsafe``). Never sees inside a job. A zygote is replaced after ``JOBS_MAX``
-jobs, or when it has died: jobs in flight belong to watchers of their own and go on.
+Owns the control socket, the slots and the life of the zygotes. What contains a job is the zygote's mode: ``namespaces``
+(backend ``zygote``), ``bubblewrap``, ``landlock``, or ``nothing`` (backend ``unsafe``). Never sees inside a job. A zygote is
+replaced after ``JOBS_MAX`` jobs, or when it has died: jobs in flight belong to watchers of their own and go on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,15 +22,32 @@ from rollbook.core.errors import ConfigError
 from rollbook.core.host import host
 from rollbook.core.records import SandboxStatus
 from rollbook.core.sandboxing import Execution, Job, Limits, Program
-from rollbook.observe.failpoints import FailpointRaised, failpoint
+from rollbook.observe.failpoints import failpoint
+from rollbook.sandbox import bubblewrap
 from rollbook.sandbox.job import payload_of
 from rollbook.sandbox.piped import EndedJob, PipedJob, Pipes
+from rollbook.sandbox.zygote_main import SLOTS_MAX
 
 JOBS_MAX = 5000
 START_S = 60.0
 SLOT_WAIT_S = 120.0
 """Longest that a job waits for a slot before it says ``infra_overload``."""
-MODES = {"zygote": "namespaces", "landlock": "landlock", "unsafe": "nothing"}
+MODES = {"zygote": "namespaces", "bubblewrap": "bubblewrap", "landlock": "landlock", "unsafe": "nothing"}
+
+
+_TRIAL = "import importlib\nfor name in ('wave', 'mailbox', '_sqlite3', '_bz2'):\n  importlib.import_module(name)"
+"""Modules that no zygote has imported: where they cannot be found, right programs would fail as wrong ones."""
+
+
+def interpreter(mode: str) -> str:
+    """The Python that jobs run: ours, or the system's of the same version where a job's user could not reach ours."""
+    if mode != "landlock" or os.geteuid() != 0:
+        return sys.executable
+    folders = [Path(sys.base_prefix).resolve() / "lib", *(Path(sys.base_prefix).resolve() / "lib").parents]
+    if all(folder.stat().st_mode & 0o001 for folder in folders):
+        return sys.executable
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return shutil.which(version, path="/usr/local/bin:/usr/bin") or sys.executable
 
 
 class _Zygote:
@@ -37,13 +55,15 @@ class _Zygote:
 
     def __init__(self, mode: str, hash_seed: int) -> None:
         """Raises OSError (it cannot work here; the message says why)."""
+        program = [bubblewrap.binary()] if mode == "bubblewrap" else []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         package = str(Path(rollbook.__file__).parents[1])
         code = f"import sys; sys.path.insert(0, {package!r}); from rollbook.sandbox.zygote_main import main; main()"
         # What contains nothing leaks the environment as well: that is how the attack suite knows that it would see it.
         clean = {"PYTHONHASHSEED": str(hash_seed), "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
         self._process = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-B", "-c", code, mode, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            [interpreter(mode), "-s", "-S", "-P", "-B", "-c", code, mode, str(theirs.fileno()), *program],
+            pass_fds=[theirs.fileno()],
             env=(dict(os.environ) | clean) if mode == "nothing" else clean, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/",
         )  # fmt: skip
@@ -86,16 +106,22 @@ class ZygoteSandbox:
 
     def __init__(self, name: str, slots: int) -> None:
         """Raises: ConfigError (the backend cannot work on this machine)."""
-        self.name, self._mode = name, MODES[name]
+        if not 1 <= slots <= SLOTS_MAX:
+            raise ConfigError(f"sandbox.slots = {slots}: 1 to {SLOTS_MAX}")
+        self.name, self.slots, self._mode = name, slots, MODES[name]
         self._lock = host().condition()
         self._free = list(range(slots))
         self._zygotes: dict[int, _Zygote] = {}
         self._jobs: set[PipedJob] = set()
         self._closed = False
         try:
-            self._zygote(0)
+            tried = self._start(self._free.pop(), Program("", setup=_TRIAL), Limits()).wait()
         except OSError as error:
             raise ConfigError(f"sandbox backend {name!r} cannot work here: {error}") from error
+        if tried.status is not SandboxStatus.OK:
+            self.close()
+            said = tried.stderr.decode("utf-8", "replace").strip()[-300:]
+            raise ConfigError(f"sandbox backend {name!r} cannot work here: {tried.status}: {tried.reason}: {said}")
 
     def start(self, program: Program, limits: Limits) -> Job:
         """Start a job, or return one that has ended with an ``infra_*`` status."""
@@ -106,7 +132,7 @@ class ZygoteSandbox:
         try:
             failpoint("sandbox.before_spawn")
             return self._start(slot, program, limits)
-        except (OSError, FailpointRaised) as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread to be had, or a failpoint
             self._give_slot(slot)
             return EndedJob(SandboxStatus.INFRA_SPAWN, f"{type(error).__name__}: {error}", self.name)
 
@@ -162,28 +188,30 @@ class ZygoteSandbox:
         try:
             _write_all(payload, payload_of(program.source, program.setup, dict(program.files)))
             os.lseek(payload, 0, os.SEEK_SET)
-            stdin, stdout, stderr, answers, report, life = (os.pipe() for _ in range(6))
-            ends = [stdin[0], stdout[1], stderr[1], payload, answers[1], report[1], life[0]]
-            theirs, ours = ends, [stdin[1], stdout[0], stderr[0], answers[0], report[0], life[1]]
+            for name in Pipes.NAMES:
+                read, write = os.pipe()
+                theirs.append(read if name in Pipes.WRITTEN else write)
+                ours.append(write if name in Pipes.WRITTEN else read)
+            stdin, *others = theirs[1:]
+            ends = [stdin, *others[:2], payload, *others[2:]]
             self._send({"slot": slot, "limits": dataclasses.asdict(limits)}, ends, program.hash_seed)
-        except OSError:
-            for fd in ours:
+
+            def over() -> None:
+                with self._lock:
+                    self._jobs.discard(job)
+                self._give_slot(slot)
+
+            with self._lock:
+                job = PipedJob(Pipes(*ours), limits, self.name, over)
+                self._jobs.add(job)
+            return job
+        except (OSError, RuntimeError):
+            for fd in ours:  # closing the life pipe ends what may have begun
                 os.close(fd)
             raise
         finally:
             for fd in theirs:
                 os.close(fd)
-        job: PipedJob
-
-        def over() -> None:
-            with self._lock:
-                self._jobs.discard(job)
-            self._give_slot(slot)
-
-        with self._lock:
-            job = PipedJob(Pipes(*ours), limits, self.name, over)
-            self._jobs.add(job)
-        return job
 
     def _send(self, request: dict, fds: list[int], hash_seed: int) -> None:
         """Hand a request to the zygote, or to a new one where it has died. Raises OSError."""

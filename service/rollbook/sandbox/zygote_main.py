@@ -11,48 +11,66 @@ Sources: unshare(2), user_namespaces(7), pivot_root(2), pid_namespaces(7).
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import glob
 import json
 import os
 import resource
+import select
 import shutil
 import signal
 import socket
 import sys
 import sysconfig
 import tempfile
+import time
 import traceback
 
-from rollbook.sandbox import kernel, landlock
+from rollbook.sandbox import bubblewrap, kernel, landlock
 from rollbook.sandbox.cgroups import Groups
-from rollbook.sandbox.job import become_job
+from rollbook.sandbox.job import become_job, reap
 from rollbook.sandbox.seccomp import filter_program
-from rollbook.sandbox.watch import Watch, descendants, write_report
+from rollbook.sandbox.watch import SETUP_S, Watch, resident_bytes, sweep, threads_of, write_report
 
-MODES = ("namespaces", "landlock", "nothing")
+MODES = ("namespaces", "bubblewrap", "landlock", "nothing")
+PID_NAMESPACED = MODES[:2]
 REQUEST_BYTES_MAX = 65536
-UID_FIRST = 200_000
-"""Outer user id of slot 0 where the zygote is root: one for each slot, so that limits per user are limits per job."""
+REPORT_PLACE = 5
+"""Among the descriptors of a request: standard input, output, error, payload, answers, report, life."""
+UID_FIRST, SLOTS_MAX = 200_000, 64
+"""Outer user ids where the zygote is root: one for each slot of each zygote of the machine, so that limits per user are limits
+per job, and what is killed by its user is nobody else's."""
 INNER_ID = 1000
 PREIMPORTED = (
     "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq",
-    "itertools", "math", "operator", "random", "re", "statistics", "string", "time", "typing",
+    "itertools", "math", "mmap", "operator", "queue", "random", "re", "statistics", "string", "struct", "textwrap", "threading",
+    "time", "typing", "unittest",
 )  # fmt: skip
+seen: list[str] = []
+"""What every job is shown: paths, or the arguments of bwrap that say it."""
 _PLACES = ("/mnt", "/media", "/srv", "/var/empty")
 
 
 def main() -> None:
-    """``MODE CONTROL_FD``: serve requests until the control socket closes."""
+    """``MODE CONTROL_FD [BWRAP]``: serve requests until the control socket closes."""
     mode, control = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
     is_root = os.geteuid() == 0
     for name in PREIMPORTED:
         __import__(name)
-    program = filter_program()
-    root = ""
+    program, root = filter_program(), ""
     try:
-        if mode == "namespaces":
-            root = prepare_root(is_root)
-    except OSError as error:
+        with open(f"/proc/self/task/{os.getpid()}/children"):
+            pass  # without it a job's processes could not be found
+        libraries(), packages()
+        bwrap = mode == "bubblewrap"
+        if mode == "namespaces" or (bwrap and is_root):
+            root = prepare_root(is_root, bubblewrap.NEEDED if bwrap else ())
+        if mode == "landlock":
+            seen.extend(landlock.without(libraries(), packages()))
+        if bwrap:
+            seen.extend(bubblewrap.view(libraries(), packages(), root))
+    except (OSError, KeyError) as error:
         control.send(json.dumps({"error": f"{error}"}).encode())
         return
     gc.collect()
@@ -60,6 +78,8 @@ def main() -> None:
     # Watchers are nobody's business once they run; they reset this for their own children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     groups: dict[int, Groups] = {}
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nobody reads it from here on
+    uid_first = UID_FIRST + os.getpid() * SLOTS_MAX
     control.send(b'{"ready": true}')
     while True:
         message, fds, _, _ = socket.recv_fds(control, REQUEST_BYTES_MAX, 8)
@@ -67,18 +87,22 @@ def main() -> None:
             break
         request = json.loads(message)
         slot = request["slot"]
-        if mode == "namespaces" and slot not in groups:
+        if mode in PID_NAMESPACED and slot not in groups:
             groups[slot] = Groups(slot)
-        if os.fork() == 0:
-            control.close()
-            watcher(mode, request, fds, root, UID_FIRST + slot if is_root else 0, groups.get(slot), program)
+        try:
+            outer_id = uid_first + slot if is_root else 0
+            if os.fork() == 0:
+                control.close()
+                watcher(mode, request, fds, root, outer_id, groups.get(slot), program)
+        except OSError as error:
+            write_report(fds[REPORT_PLACE], {"is_spawned": False, "error": str(error), "enforced": []})
         for fd in fds:
             os.close(fd)
     for group in groups.values():
         group.remove()
 
 
-def prepare_root(is_root: bool) -> str:
+def prepare_root(is_root: bool, more: tuple[str, ...]) -> str:
     """Once per zygote: a read-only tree with what Python needs, in a mount namespace of our own. Raises OSError."""
     uid, gid = os.geteuid(), os.getegid()
     if not is_root:
@@ -91,12 +115,35 @@ def prepare_root(is_root: bool) -> str:
     for name in ("work", "dev"):
         os.mkdir(f"{root}/{name}", 0o755)
     os.symlink("work", f"{root}/tmp")
-    for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib"):
+    for path in libraries():
         bind(path, root, kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
-    for path in ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"):
+    for path in packages():
+        # What is installed beside the standard library may be data with answers in it.
+        if os.path.isdir(root + path):
+            kernel.mount("tmpfs", root + path, "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV, "size=4k,mode=755")
+    for path in more:
+        bind(path, root, kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
+    for path in bubblewrap.DEVICES:
         bind(path, root, kernel.MS_NOSUID)
     kernel.mount("none", root, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
     return root
+
+
+@functools.cache  # asked for while this process may still look
+def libraries() -> list[str]:
+    """Directories that Python needs."""
+    # The place of Python, which must not be where a job has its scratch space.
+    own = [os.path.realpath(path) for path in (sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib")]
+    if hidden := [path for path in own if path.startswith("/work/")]:
+        raise OSError(f"Python lies in {hidden[0]}, but /work is the name of a job's scratch space: install it elsewhere")
+    return list(dict.fromkeys(["/lib", "/lib64", "/usr/lib", "/usr/lib64", *own]))
+
+
+@functools.cache
+def packages() -> list[str]:
+    """Directories of installed packages below them."""
+    patterns = (f"{top}/{inner}{kind}-packages" for top in libraries() for inner in ("", "python*/") for kind in ("site", "dist"))
+    return sorted({os.path.realpath(path) for pattern in patterns for path in glob.glob(pattern)})
 
 
 def bind(path: str, root: str, flags: int) -> None:
@@ -113,12 +160,7 @@ def bind(path: str, root: str, flags: int) -> None:
     else:
         open(target, "x").close()
     kernel.mount(path, target, flags=kernel.MS_BIND | kernel.MS_REC)
-    # In a user namespace a remount must keep what the mount below it forbids.
-    kept = os.statvfs(target).f_flag & (kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    times = os.statvfs(target).f_flag
-    kept |= kernel.MS_RELATIME if times & 4096 else 0
-    kept |= kernel.MS_NOATIME if times & 1024 else 0
-    kernel.mount("none", target, flags=kernel.MS_REMOUNT | kernel.MS_BIND | flags | kept)
+    kernel.restrict_mounts(target, flags)
 
 
 def map_ids(who: int | str, inner: int, uid: int, gid: int) -> None:
@@ -147,14 +189,17 @@ def watcher(
         if mode == "namespaces":
             kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET)
             enforced += ("userns", "pidns", "mountns", "ipcns", "utsns", "netns", "read-only root", "seccomp", "uid")
+        elif mode == "bubblewrap":
+            enforced += ("bwrap", "userns", "pidns", "mountns", "ipcns", "utsns", "netns", "read-only root", "seccomp")
         elif mode == "landlock":
             enforced += ("landlock", "seccomp", *(("uid",) if outer_id else ()))
         if groups is not None:
             groups.limit(limits["memory_bytes"] + limits["disk_bytes"], limits["processes"] + 1)
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
-        place = root if mode == "namespaces" else make_scratch(outer_id)
-        if mode == "landlock":
+        size_shared = resident_bytes(os.getpid())
+        place = root if mode in PID_NAMESPACED else make_scratch(outer_id)
+        if mode != "nothing":
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent stays findable
         pid = os.fork()
         if pid == 0:
@@ -163,10 +208,12 @@ def watcher(
             first_process(mode, limits, place, outer_id, program, size, (*inner, claim_w), (status_w, up_w, down_r))
         for fd in (*inner, claim_w, status_w, up_w, down_r):
             os.close(fd)
-        watch = Watch(limits, life, claim_r, status_r if mode == "namespaces" else -1, groups, enforced)
+        scratch = "" if mode in PID_NAMESPACED else place
+        watch = Watch(limits, life, claim_r, status_r if mode in PID_NAMESPACED else -1, groups, enforced, scratch)
         watch.error = let_in(pid, mode, outer_id, groups, up_r, down_w)
+        watch.base_bytes = 0 if mode == "bubblewrap" else size_shared
         result = watch.run(pid)
-        if mode != "namespaces":
+        if mode not in PID_NAMESPACED:
             sweep(outer_id if mode == "landlock" else 0)
             shutil.rmtree(place, ignore_errors=True)
         write_report(report, result)
@@ -179,8 +226,8 @@ def watcher(
 
 def let_in(pid: int, mode: str, outer_id: int, groups: Groups | None, up: int, down: int) -> str:
     """Wait until the first process is ready for its ids, give them, and let it go on; returns what it says is wrong."""
-    said = os.read(up, 1)
-    if said == b"u":
+    until = time.monotonic() + SETUP_S
+    if _read_until(up, 1, until) == b"u":
         if groups is not None:
             groups.join(pid)
         if mode == "namespaces":
@@ -188,20 +235,15 @@ def let_in(pid: int, mode: str, outer_id: int, groups: Groups | None, up: int, d
         os.write(down, b"g")
     os.close(down)
     error = b""
-    while data := os.read(up, 4096):
+    while data := _read_until(up, 4096, until):
         error += data
     return error.decode("utf-8", "replace")
 
 
-def sweep(outer_id: int) -> None:
-    """Without a pid namespace: kill what the job left behind, below this watcher or under the job's own user id."""
-    for child in descendants(os.getpid()):
-        with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGKILL)
-    for name in os.listdir("/proc") if outer_id else ():
-        with contextlib.suppress(OSError, ValueError):
-            if os.stat(f"/proc/{int(name)}").st_uid == outer_id:
-                os.kill(int(name), signal.SIGKILL)
+def _read_until(fd: int, n: int, until: float) -> bytes:
+    """What comes before the monotonic time ``until``; empty when nothing does."""
+    ready, _, _ = select.select([fd], [], [], max(0.0, until - time.monotonic()))
+    return os.read(fd, n) if ready else b""
 
 
 def first_process(
@@ -215,21 +257,28 @@ def first_process(
             enter_root(place, limits, outer_id)
             kernel.unshare(kernel.CLONE_NEWUSER)
         else:
-            os.chdir(place)
+            os.chdir("/" if mode == "bubblewrap" else place)
         os.write(up, b"u")
         if os.read(down, 1) != b"g":
             os._exit(1)
-        bound(limits, size)
+        rules = landlock.ruleset(seen, place) if mode == "landlock" else -1
+        # Bwrap's is set inside, where the user is the job's alone; where it is not, others of that user count as well.
+        others = threads_of(os.getuid()) if mode == "landlock" and not outer_id else 0
+        bound(limits, size, 0 if mode == "bubblewrap" else others + limits["processes"] + 1)
         if mode == "namespaces":
             become(INNER_ID)
-        if mode == "landlock":
+        if mode in ("landlock", "bubblewrap"):
             if outer_id:
                 os.setgroups([])
             become(outer_id)
+        if mode == "bubblewrap":
+            bubblewrap.execute(
+                sys.argv[3], seen, limits, program, (stdin, stdout, stderr), (payload, answers, claim, status)
+            )
         if mode != "nothing":
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
             if mode == "landlock":
-                landlock.restrict(place)
+                landlock.restrict(rules)
             kernel.install_filter(program)
         os.close(up)
     except Exception as error:  # noqa: BLE001 - whatever it is, the job must not begin
@@ -237,16 +286,7 @@ def first_process(
         os._exit(1)
     if mode != "namespaces":
         become_job(stdin, stdout, stderr, payload, answers, claim)
-    job = os.fork()
-    if job == 0:
-        become_job(stdin, stdout, stderr, payload, answers, claim)
-    for fd in inner:
-        os.close(fd)
-    while True:
-        pid, how = os.wait()
-        if pid == job:
-            os.write(status, str(how).encode())
-            os._exit(0)  # the kernel ends whatever is left in the namespace
+    reap((stdin, stdout, stderr, payload, answers, claim), status)
 
 
 def enter_root(root: str, limits: dict, outer_id: int) -> None:
@@ -271,13 +311,13 @@ def make_scratch(outer_id: int) -> str:
     return path
 
 
-def bound(limits: dict, size: int) -> None:
-    """Limits per process; those of the whole job are the watcher's."""
+def bound(limits: dict, size: int, processes: int) -> None:
+    """Limits per process, and of ``processes`` of its user (0: not here); those of the whole job are the watcher's."""
     seconds = max(1, int(limits["cpu_s"] + 1))
     for what, value in (
         (resource.RLIMIT_AS, size + limits["memory_bytes"]), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, limits["disk_bytes"]), (resource.RLIMIT_NOFILE, 256), (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_NPROC, limits["processes"] + 1),
+        (resource.RLIMIT_MSGQUEUE, 0), *(((resource.RLIMIT_NPROC, processes),) if processes else ()),
     ):  # fmt: skip
         resource.setrlimit(what, (value, value + (1 if what == resource.RLIMIT_CPU else 0)))
 

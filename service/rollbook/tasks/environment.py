@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.core.config import Config, portable_code, split_adapter
+from rollbook.core.config import Config, code_names, portable_code, split_adapter
 from rollbook.core.environments import Context, Episode, RewardResult, Tool, ToolReply, ToolRequest
 from rollbook.core.errors import ConfigError, VerifierError
 from rollbook.core.idempotency import digest
@@ -64,13 +64,12 @@ def environment_digest(config: Config) -> str:
     Raises: ConfigError (there is no such file, module or entry point).
     """
     name = config.environment.name
-    prefix, rest = split_adapter(name)
-    if not prefix:
+    if not split_adapter(name)[0]:
         spec = name if ":" in name else _entry_point(name).value
         source = source_file(spec, FIELD).read_bytes()
     else:
         try:
-            source = source_file(rest, FIELD).read_bytes()
+            source = b"\0".join(source_file(spec, FIELD).read_bytes() for spec in code_names(name))
         except ConfigError:  # names no code: a dataset of a package, whose version the manifest has
             source = b""
     settings = json.dumps(config.environment.settings, sort_keys=True)

@@ -19,7 +19,7 @@ from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import TASK_STREAM, Cursor, GroupSpec, Role, RoleTerm, ScheduleKind
 from rollbook.observe.failpoints import failpoint
-from rollbook.tasks.prompts import PromptEncoder, make_encoder
+from rollbook.tasks.prompts import PromptEncoder, make_encoder, prompt_of
 from rollbook.tasks.sources import TaskSource, load_source
 from rollbook.tasks.stream import Drawn, TaskStream
 
@@ -175,7 +175,7 @@ class Feeder:
 
     def _group(self, drawn: Drawn, ordinal: int) -> GroupSpec:
         where = self._source.name(drawn.task_index)
-        prompt_ids = self._encoder.encode(drawn.task["prompt"], where)
+        prompt_ids = self._encoder.encode(prompt_of(drawn.task), where)
         origin = {"epoch": drawn.epoch, "task_index": drawn.task_index, "name": where}
         task_json = json.dumps(drawn.task | {"task_origin": origin}, ensure_ascii=False, sort_keys=True)
         return GroupSpec(ordinal, prompt_ids, task_json, self._config.learner.group_size)
@@ -192,7 +192,7 @@ class Feeder:
     def _check_prompts(self) -> None:
         """Refuse a task that does not fit before the first is handed out, not in the middle of the run."""
         for index in range(min(len(self._source), _PROMPTS_CHECKED_MAX)):
-            self._encoder.token_ids(self._source[index]["prompt"], self._source.name(index))
+            self._encoder.token_ids(prompt_of(self._source[index]), self._source.name(index))
 
     def _check_epochs(self) -> None:
         epochs, size = self._config.task.epochs, len(self._source)

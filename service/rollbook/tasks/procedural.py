@@ -27,6 +27,10 @@ _EVALUATING_SCORERS = frozenset({
 """Datasets whose ``score_answer`` hands the answer to ``eval`` or to sympy's ``parse_expr``, which is ``eval`` too."""
 
 
+FIELDS = ("task.name", "task.settings")
+"""Where a dataset's name and its settings stand in the configuration."""
+
+
 def training_seed(config_seed: int) -> int:
     """Seed of the training tasks, in [0, 2**30)."""
     return int(digest("procedural tasks", config_seed)[:8], 16) % _SEED_SPAN
@@ -48,7 +52,10 @@ class ProceduralTasks:
     prompt template may use ``prompt`` or ``question`` (the same text), ``answer`` and ``metadata[...]``.
     """
 
-    def __init__(self, dataset_name: str, settings: dict, seed: int, size: int, shape: TaskShape) -> None:
+    def __init__(
+        self, dataset_name: str, settings: dict, seed: int, size: int, shape: TaskShape, fields: tuple[str, str] = FIELDS
+    ) -> None:
+        """Args: fields: names of the dataset and its settings in the configuration, for messages. Raises: ConfigError."""
         if size < 1:
             raise ConfigError(f"task.size = {size}: a procedural source needs at least one task")
         self._name = dataset_name
@@ -56,7 +63,7 @@ class ProceduralTasks:
         self._seed = seed
         self._size = size
         self._shape = shape
-        self._dataset = _create(dataset_name, settings, seed, size)
+        self._dataset = _create(dataset_name, settings, seed, size, fields)
 
     def __len__(self) -> int:
         return self._size
@@ -95,29 +102,30 @@ class ProceduralTasks:
             raise TaskError(f"{where}: the generator raised {type(error).__name__}: {error}") from error
 
 
-def _create(name: str, settings: dict, seed: int, size: int) -> Any:
+def _create(name: str, settings: dict, seed: int, size: int, fields: tuple[str, str] = FIELDS) -> Any:
     """The dataset object. Raises ConfigError: package absent, unknown name (with the nearest names), unfit settings."""
+    named, set_in = fields
     try:
         import reasoning_gym  # type: ignore[import-untyped]
         from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped]
     except ImportError:
-        raise ConfigError("task.source = 'reasoning_gym' needs the package: pip install 'rollbook[tasks]'") from None
+        raise ConfigError("reasoning_gym is not installed: pip install 'rollbook[tasks]'") from None
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(near)}?" if near else f"it has {len(DATASETS)}, for example chain_sum, gcd, leg_counting"
-        raise ConfigError(f"task.name = {name!r}: reasoning_gym has no such dataset; {hint}")
+        raise ConfigError(f"{named} = {name!r}: reasoning_gym has no such dataset; {hint}")
     if name == "codeio":
-        raise ConfigError("task.name = 'codeio': this dataset runs the programs of its data inside the process that draws "
+        raise ConfigError(f"{named} = 'codeio': this dataset runs the programs of its data inside the process that draws "
                           "from it and gives other items for the same seed; use another dataset")  # fmt: skip
     for key, instead in (("seed", "run.seed"), ("size", "task.size")):
         if key in settings:
-            raise ConfigError(f"task.settings.{key}: set {instead} instead, the held-out tasks are derived from it")
+            raise ConfigError(f"{set_in}.{key}: set {instead} instead, the held-out tasks are derived from it")
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **settings)
     except Exception as error:  # foreign code checks its settings with assertions, type and value errors
-        fields = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
+        known = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
         raise ConfigError(
-            f"task.settings do not fit reasoning_gym {name!r}: {error}; its settings are {', '.join(fields)}"
+            f"{set_in} do not fit reasoning_gym {name!r}: {error}; its settings are {', '.join(known)}"
         ) from error
 
 
@@ -130,7 +138,7 @@ def check_scorer(name: str, settings: dict) -> None:
 def _scorer(name: str, settings_json: str) -> Any:
     if name in _EVALUATING_SCORERS:
         raise ConfigError(
-            f"task.reward: the scorer of reasoning_gym {name!r} evaluates the answer as Python, so a completion could run "
+            f"the scorer of reasoning_gym {name!r} evaluates the answer as Python, so a completion could run "
             "code in the worker; use rollbook.tasks.rewards:exact_match, a reward of your own, or another dataset"
         )
     return _create(name, json.loads(settings_json), seed=0, size=1).score_answer

@@ -1,25 +1,25 @@
 """Task sources: an indexed, unchanging list of tasks with an identity.
 
-Owns reading task files, the shape every task has afterwards (``prompt`` and ``answer`` as text, the other fields kept,
-everything JSON-able) and the choice of held-out tasks. Never shuffles (``stream.py``) and never tokenises
-(``prompts.py``). A file is read and checked whole at start, so that a broken line stops a run before its first step.
-Upholds P12: ``digest`` goes into the run's manifest and into the feeder's cursor.
+Owns reading task files, the shape every task has afterwards (``prompt`` and ``answer`` as text, ``messages`` where the prompt is
+a conversation, the other fields kept, everything JSON-able) and the choice of held-out tasks. Never shuffles (``stream.py``) and
+never tokenises (``prompts.py``). A file is read and checked whole at start, so that a broken line stops a run before its first
+step. Upholds P12: ``digest`` goes into the run's manifest and into the feeder's cursor.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
-from rollbook.core.config import Config, TaskConfig
+from rollbook.core.config import Config, TaskConfig, split_adapter
 from rollbook.core.errors import TaskError
 from rollbook.core.idempotency import digest
 from rollbook.tasks.extract import check_pattern, extract
-from rollbook.tasks.prompts import render_prompt
+from rollbook.tasks.prompts import plain_text, read_messages, render_prompt
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,10 @@ class TaskShape:
 
     prompt_template: str = "{prompt}"
     answer_field: str = "answer"
+    """Dots lead into tables: ``reward_model.ground_truth``."""
     answer_pattern: str = ""
+    needs_answer: bool = True
+    """False: an environment judges, and may do so without one."""
 
     @classmethod
     def of(cls, task: TaskConfig) -> TaskShape:
@@ -60,12 +63,25 @@ class TaskShape:
     def apply(self, row: dict, where: str) -> dict:
         """The task of ``row``: its fields, with ``prompt`` rendered and ``answer`` extracted.
 
-        Raises: TaskError naming ``where`` and the missing or unmatched field.
+        A ``prompt`` that is a list, or ``messages`` without a ``prompt``, is a conversation: the task has it as ``messages``
+        and its text as ``prompt``. Raises: TaskError naming ``where`` and the missing or unmatched field.
         """
-        if row.get(self.answer_field) is None:
+        answer = self._answer(row, where)
+        conversation = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
+        task = {key: value for key, value in row.items() if key != "prompt" or value is not None}
+        if isinstance(conversation, list):
+            task["messages"] = read_messages(conversation, where)
+            task["prompt"] = plain_text(task["messages"])
+        task["prompt"] = render_prompt(self.prompt_template, task, where)
+        return task if answer is None else task | {"answer": answer}
+
+    def _answer(self, row: dict, where: str) -> str | None:
+        value = field_of(row, self.answer_field)
+        if value is None:
+            if not self.needs_answer:
+                return None
             raise TaskError(f"{where}: no answer in field {self.answer_field!r} (task.answer_field); "
                             f"its fields are {', '.join(sorted(row)) or 'none'}")  # fmt: skip
-        value = row[self.answer_field]
         answer = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         if self.answer_pattern:
             found = extract(self.answer_pattern, answer)
@@ -73,7 +89,26 @@ class TaskShape:
                 raise TaskError(f"{where}: task.answer_pattern = {self.answer_pattern!r} does not match its "
                                 f"{self.answer_field} {answer[-80:]!r}")  # fmt: skip
             answer = found.strip()
-        return row | {"prompt": render_prompt(self.prompt_template, row, where), "answer": answer}
+        return answer
+
+
+def shape_of(config: Config) -> TaskShape:
+    """The shape of a run's task files: verl's rows keep the answer where verl looks for it. Raises ConfigError (bad pattern)."""
+    shape = TaskShape.of(config.task)
+    if not config.environment.name:
+        return shape
+    field = "reward_model.ground_truth" if split_adapter(config.environment.name)[0] == "verl" else shape.answer_field
+    return replace(shape, needs_answer=False, answer_field=field if shape.answer_field == "answer" else shape.answer_field)
+
+
+def field_of(row: Mapping[str, Any], path: str) -> Any:
+    """The value under a dotted name, a field whose own name has dots first; None where there is none."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 class ListedTasks:
@@ -110,11 +145,21 @@ def read_parquet(path: str | Path, shape: TaskShape) -> ListedTasks:
     return _listed(Path(path), _parquet_rows(Path(path)), shape)
 
 
-def _listed(path: Path, rows: Iterator[tuple[str, dict]], shape: TaskShape) -> ListedTasks:
+def read_rows(path: str | Path) -> Iterator[tuple[str, dict | TaskError]]:
+    """Every row of a task file with its name, Parquet by its suffix; for a row that cannot be read, what is wrong with it.
+
+    Raises: TaskError (the file itself cannot be read).
+    """
+    return _parquet_rows(Path(path)) if str(path).endswith(".parquet") else _jsonl_rows(Path(path))
+
+
+def _listed(path: Path, rows: Iterator[tuple[str, dict | TaskError]], shape: TaskShape) -> ListedTasks:
     tasks: list[dict] = []
     names: list[str] = []
     contents: list[bytes] = []
     for name, row in rows:
+        if isinstance(row, TaskError):
+            raise row
         contents.append(canonical(row, name))
         tasks.append(shape.apply(row, name))
         names.append(name)
@@ -131,14 +176,18 @@ def canonical(row: dict, where: str) -> bytes:
         raise TaskError(f"{where}: cannot be stored as JSON text: {error}") from None
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict]]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict | TaskError]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 name = f"{path} line {number}"
-                text = _decode(line, name)
-                if text.strip():
-                    yield name, _parse(text, name)
+                try:
+                    text = _decode(line, name)
+                    row: dict | TaskError | None = _parse(text, name) if text.strip() else None
+                except TaskError as error:
+                    row = error
+                if row is not None:
+                    yield name, row
     except OSError as error:
         raise TaskError(f"task file {path} cannot be read: {error.strerror}") from None
 
@@ -165,7 +214,7 @@ def _parse(text: str, where: str) -> dict:
     return row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict | TaskError]]:
     try:
         import pyarrow  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
@@ -186,7 +235,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
 
 def load_source(config: Config) -> TaskSource:
     """The run's training tasks. Raises TaskError (file, environment), ConfigError (settings)."""
-    shape = TaskShape.of(config.task)
+    shape = shape_of(config)
     if config.task.source == "environment":
         return _of_environment(config, "train")
     if config.task.source == "reasoning_gym":
@@ -206,21 +255,27 @@ def load_heldout(config: Config, training: TaskSource) -> TaskSource | None:
     Raises: TaskError (unreadable, or every candidate is a training task).
     """
     task = config.task
-    shape = TaskShape.of(task)
+    candidates = heldout_candidates(config)
+    if candidates is None:
+        return None
+    return _disjoint(candidates, training, task.heldout_size, repeats=bool(task.heldout_path) or task.source == "environment")
+
+
+def heldout_candidates(config: Config) -> TaskSource | None:
+    """What held-out tasks are chosen from (see ``load_heldout``), training tasks among it. Raises TaskError, ConfigError."""
+    task = config.task
+    shape = shape_of(config)
     if task.heldout_path:
-        candidates: TaskSource = _read_file(task.heldout_path, shape, parquet=task.heldout_path.endswith(".parquet"))
-    elif task.source == "environment":
-        candidates = _of_environment(config, "heldout")
-        if not len(candidates):
-            return None
-    elif task.source == "reasoning_gym":
+        return _read_file(task.heldout_path, shape, parquet=task.heldout_path.endswith(".parquet"))
+    if task.source == "environment":
+        brought = _of_environment(config, "heldout")
+        return brought if len(brought) else None
+    if task.source == "reasoning_gym":
         from rollbook.tasks.procedural import ProceduralTasks, heldout_seed
 
         tries = max(20 * task.heldout_size, 1000)
-        candidates = ProceduralTasks(task.name, task.settings, heldout_seed(config.run.seed), tries, shape)
-    else:
-        return None
-    return _disjoint(candidates, training, task.heldout_size, repeats=bool(task.heldout_path) or task.source == "environment")
+        return ProceduralTasks(task.name, task.settings, heldout_seed(config.run.seed), tries, shape)
+    return None
 
 
 def _of_environment(config: Config, split: str) -> ListedTasks:

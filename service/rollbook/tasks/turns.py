@@ -37,6 +37,8 @@ class TurnCodec:
         Raises: ConfigError (the chat template cannot show a tool's answer).
         """
         between = self._from_template(text) if self._chat_template else text
+        # A program may print half of a surrogate pair, which no tokenizer takes.
+        between = between.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         return list(self._tokenizer(between, add_special_tokens=False)["input_ids"]) if between else []
 
     def _from_template(self, text: str) -> str:

@@ -1,57 +1,53 @@
-"""The candidate's side of both protocols: a program that is called, in a sandbox that holds nothing else.
+"""A candidate: a program in a sandbox that holds nothing else, called function by function.
 
-Owns the loop that runs there and the exchange of one call. Never trusts an answer: it is bounded and decoded here.
+Owns the exchange of one call. Never believes an answer: it is bounded, checked and tied to its question by a word that was not
+known before the question, so that answers in advance are told from answers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
-from rollbook.core.sandboxing import Job, Limits, Program, Sandbox
-from rollbook.tasks.verdicts.values import ENCODING, Unreadable, encode, parse
+from rollbook.core.host import host
+from rollbook.core.sandboxing import Limits, Program, Sandbox
+from rollbook.tasks.verdicts.values import Unreadable, checked, parse, setup_of
+from rollbook.tasks.verdicts.verdict import Verdict, line_wait_s, usage
 
-SETUP = ENCODING + '''
-import json as _json
-import sys as _sys
-
-def serve(namespace, answer, dumps=_json.dumps, loads=_json.loads, encode=_encode, decode=_decode, lines=_sys.stdin):
-    for line in lines:
-        asked = loads(line)
-        try:
-            function = namespace[asked["name"]]
-            value = function(*decode(asked["args"]), **decode(asked["kwargs"]))
-            said = {"id": asked["id"], "ok": encode(value)}
-        except MemoryError:
-            raise
-        except Exception as error:
-            said = {"id": asked["id"], "error": type(error).__name__, "text": str(error)[:500]}
-        answer(dumps(said).encode())
-'''
+_SETUP = setup_of("candidate_side")
+_ERROR_CHARS_MAX = 500
 
 
 class Candidate:
-    """A started candidate."""
+    """A started candidate; used by one thread."""
 
     def __init__(self, sandbox: Sandbox, source: str, limits: Limits) -> None:
-        self.job: Job = sandbox.start(Program(source, SETUP), limits)
-        self._limits, self._asked = limits, 0
+        self.job = sandbox.start(Program(source, _SETUP), limits)
+        self._limits = limits
 
     def ask(self, name: str, args: Any, kwargs: Any) -> dict[str, Any] | None:
-        """One call with encoded arguments: ``{"ok": encoded}`` or ``{"error": …, "text": …}``; None where it has ended.
+        """One call with encoded arguments.
 
+        Returns: ``{"ok": checked encoded value}`` or ``{"error": name, "text": …}``; None where it has ended.
         Raises: Unreadable (its answer is not what the protocol allows).
         """
-        self._asked += 1
-        self.job.send(json.dumps({"id": self._asked, "name": name, "args": args, "kwargs": kwargs}).encode() + b"\n")
-        line = self.job.read_line(self._limits.wall_s + 10.0)
+        word = host().token()
+        self.job.send(json.dumps({"id": word, "name": name, "args": args, "kwargs": kwargs}).encode() + b"\n")
+        line = self.job.read_line(line_wait_s(self._limits))
         if line is None:
             return None
         said = parse(line)
-        if not isinstance(said, dict) or said.get("id") != self._asked or ("ok" in said) == ("error" in said):
+        if not isinstance(said, dict) or said.pop("id", None) != word:
             raise Unreadable(f"an answer that was not asked for: {line[:100]!r}")
-        return said
+        if said.keys() == {"ok"}:
+            checked(said["ok"])
+            return said
+        if said.keys() == {"error", "text"} and all(isinstance(t, str) and len(t) <= _ERROR_CHARS_MAX for t in said.values()):
+            return said
+        raise Unreadable(f"{said['invalid']:.200}" if isinstance(said.get("invalid"), str) else f"no answer: {line[:100]!r}")
 
-    def call(self, name: str, args: Any, kwargs: Any) -> dict[str, Any] | None:
-        """``ask`` with plain arguments."""
-        return self.ask(name, encode(args), encode(kwargs))
+    def close(self, verdict: Verdict) -> Verdict:
+        """End it; the verdict with what its sandbox used."""
+        self.job.kill()
+        return dataclasses.replace(verdict, evidence=verdict.evidence | usage(self.job.wait()))

@@ -1,176 +1,242 @@
-"""Values on their way between sandboxes: JSON with tags for what JSON lacks, parsed with every bound checked first.
+"""What comes out of a candidate's sandbox: checked before it is believed to be a value, and compared here.
 
-Owns the encoding and the strict comparison. What comes out of a sandbox is untrusted: it is decoded to plain types only, so an
-object of the candidate's own class, and its ``__eq__``, never leaves the candidate's sandbox.
+Owns the bounds on untrusted text and the strict comparison, which works on the encoding itself, so that comparing builds no
+object. Every bound is checked before what it bounds is built. Never calls anything the candidate defined.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
+from rollbook.tasks.verdicts.plain import DEPTH_MAX, SMALL_INT, decode, encode
+
+__all__ = ["Unreadable", "checked", "decode", "encode", "equal", "parse", "setup_of"]
+
 BYTES_MAX = 1 << 20
-DEPTH_MAX = 60
-DIGITS_MAX = 4000
+NESTING_MAX = 3 * DEPTH_MAX + 8
+"""Brackets of an encoded value: at most an object, a list and a pair for each level."""
+DIGITS_MAX = 17
+"""Of a number of JSON's own; larger ones are hexadecimal."""
+SAME_HASH_MAX = 64
+"""Members of one set or dict with one hash: more are chosen to make whoever builds it slow."""
 
-ENCODING = '''
-def _encode(value, depth=0):
-    kind = type(value)
-    if depth > 60:
-        raise ValueError("nested too deeply")
-    if value is None or kind is bool or kind is str:
-        return value
-    if isinstance(value, bool):
-        return bool(value)
-    if isinstance(value, int):
-        return int(value) if -(10**15) < value < 10**15 else {"i": hex(value)}
-    if isinstance(value, float):
-        return {"f": float.hex(value)}
-    if isinstance(value, complex):
-        return {"c": [float.hex(value.real), float.hex(value.imag)]}
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, (bytes, bytearray)):
-        return {"b": bytes(value).hex()}
-    if isinstance(value, list):
-        return [_encode(item, depth + 1) for item in list.__iter__(value)]
-    if isinstance(value, tuple):
-        return {"t": [_encode(item, depth + 1) for item in tuple.__iter__(value)]}
-    if isinstance(value, (set, frozenset)):
-        return {"s": [_encode(item, depth + 1) for item in list(value)]}
-    if isinstance(value, dict):
-        return {"d": [[_encode(k, depth + 1), _encode(v, depth + 1)] for k, v in dict.items(value)]}
-    return {"o": [kind.__name__[:40], bool(value)]}
-
-
-class _Opaque:
-    """Something that is no plain value: it is true or false, and equal to nothing."""
-
-    def __init__(self, kind, truth):
-        self.kind, self.truth = kind, truth
-
-    def __bool__(self):
-        return self.truth
-
-    def __eq__(self, other):
-        return False
-
-    __hash__ = None
-
-    def __repr__(self):
-        return f"<a {self.kind} of the candidate>"
-
-
-def _decode(value):
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    (tag, content), = value.items()
-    if tag == "i":
-        return int(content, 16)
-    if tag == "f":
-        return float.fromhex(content)
-    if tag == "c":
-        return complex(float.fromhex(content[0]), float.fromhex(content[1]))
-    if tag == "b":
-        return bytes.fromhex(content)
-    if tag == "o":
-        return _Opaque(str(content[0]), content[1] is True)
-    if tag == "t":
-        return tuple(_decode(item) for item in content)
-    if tag == "s":
-        return {_decode(item) for item in content}
-    if tag == "d":
-        return {_decode(k): _decode(v) for k, v in content}
-    raise ValueError(f"unknown tag {tag!r}")
-'''
-"""Both directions, as text: the same functions run in every sandbox and, below, here."""
-
-_namespace: dict[str, Any] = {}
-exec(ENCODING, _namespace)
-encode = _namespace["_encode"]
-"""A plain value to what ``json.dumps`` takes; anything else becomes opaque. Raises ValueError (too deep)."""
+_HEX = re.compile(r"-?0x[0-9a-f]{1,16384}")
+_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p(?:-[0-9]{1,4}|\+(?:[0-9]{1,3}|10[01][0-9]|102[0-3]))|-?inf|nan")
+_DECIMAL = re.compile(r"-?(?:[0-9]{1,4000}(?:\.[0-9]{1,4000})?(?:E[+-][0-9]{1,4})?|Infinity|NaN)")
+_BYTES = re.compile(r"(?:[0-9a-f]{2})*")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
 
 
 class Unreadable(ValueError):
     """What came out of a sandbox is not what the protocol allows."""
 
 
+def setup_of(side: str) -> str:
+    """Trusted text for ``Program.setup``: the encoding, then the named side of a protocol."""
+    here = Path(__file__).parent
+    own = (here / f"{side}.py").read_text(encoding="utf-8")
+    return (here / "plain.py").read_text(encoding="utf-8") + re.sub(r"(?m)^from rollbook\..*$", "", own)
+
+
 def parse(line: bytes) -> Any:
-    """JSON of one line, bounds checked before anything is built. Raises Unreadable."""
+    """JSON of one line. Raises Unreadable."""
     if len(line) > BYTES_MAX:
         raise Unreadable(f"{len(line)} bytes, at most {BYTES_MAX}")
-    if (depth := _depth(line)) > 2 * DEPTH_MAX + 8:
-        raise Unreadable(f"nested {depth} deep")
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not JSON")
-
-    def integer(digits: str) -> int:
-        if len(digits) > DIGITS_MAX:
-            raise ValueError(f"a number of {len(digits)} digits")
-        return int(digits)
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) < len(items):
-            raise ValueError("a key twice")
-        return found
-
+    _check_nesting(line)
     try:
-        return json.loads(line.decode(), parse_constant=refuse, parse_int=integer, object_pairs_hook=pairs)
+        return json.loads(
+            line.decode(), parse_constant=_refuse, parse_float=_refuse, parse_int=_integer, object_pairs_hook=_object
+        )  # fmt: skip
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"no JSON: {error}") from None
 
 
-def decode(value: Any) -> Any:
-    """A parsed value as plain Python. Raises Unreadable."""
-    try:
-        return _namespace["_decode"](value)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise Unreadable(f"no value: {error}") from None
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{text[:40]} is not written as this protocol writes it")
 
 
-def _depth(line: bytes) -> int:
-    """Deepest nesting of brackets outside strings."""
-    depth = deepest = 0
-    in_string = escaped = False
-    for byte in line:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                in_string = False
-        elif byte == 0x22:
-            in_string = True
-        elif byte in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif byte in b"]}":
-            depth -= 1
-    return deepest
+def _integer(digits: str) -> int:
+    if len(digits) > DIGITS_MAX:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(items)
+    if len(found) < len(items):
+        raise ValueError("a key twice")
+    return found
+
+
+def _check_nesting(line: bytes) -> None:
+    depth = 0
+    for bracket in _BRACKET.finditer(_STRING.sub(b"", line)):
+        depth += 1 if bracket[0] in b"[{" else -1
+        if depth > NESTING_MAX:
+            raise Unreadable(f"nested more than {NESTING_MAX} deep")
+
+
+def checked(value: Any) -> Any:
+    """A parsed value, unchanged, when it is an encoding of a plain value. Raises Unreadable."""
+    _check(value, 0, False)
+    return value
+
+
+def _check(value: Any, depth: int, hashable: bool) -> None:
+    if depth > DEPTH_MAX:
+        raise Unreadable(f"nested more than {DEPTH_MAX} deep")
+    if isinstance(value, list):
+        if hashable:
+            raise Unreadable("a list where only a hashable value can stand")
+        for item in value:
+            _check(item, depth + 1, False)
+    elif isinstance(value, dict):
+        _check_tagged(value, depth, hashable)
+    elif type(value) is int and not -SMALL_INT < value < SMALL_INT:
+        raise Unreadable("a large number that is not hexadecimal")
+
+
+def _check_tagged(value: dict[str, Any], depth: int, hashable: bool) -> None:
+    if len(value) != 1:
+        raise Unreadable(f"an object of {len(value)} tags")
+    tag, content = next(iter(value.items()))
+    if tag in _SCALARS:
+        if not _SCALARS[tag](content):
+            raise Unreadable(f"no value of tag {tag!r}")
+        if tag == "o" and hashable:
+            raise Unreadable("an object that is no plain value, where only a hashable value can stand")
+        return
+    if tag not in ("t", "s", "z", "it", "d") or not isinstance(content, list):
+        raise Unreadable(f"no value of tag {tag[:20]!r}")
+    if hashable and tag not in ("t", "z"):
+        raise Unreadable(f"a value of tag {tag!r} where only a hashable value can stand")
+    if tag == "d" and not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        raise Unreadable("a dict that is not of pairs")
+    keys = [pair[0] for pair in content] if tag == "d" else content
+    for item in keys:
+        _check(item, depth + 1, hashable or tag in ("s", "z", "d"))
+    if tag == "d":
+        for _, item in content:
+            _check(item, depth + 1, False)
+    if tag in ("s", "z", "d") and len(keys) > SAME_HASH_MAX:
+        (_, most), *_ = Counter(hash(decode(key)) for key in keys).most_common(1)
+        if most > SAME_HASH_MAX:
+            raise Unreadable(f"{most} members of one hash")
+
+
+def _is_text(pattern: re.Pattern[str], content: Any) -> bool:
+    return isinstance(content, str) and pattern.fullmatch(content) is not None
+
+
+def _is_pair(pattern: re.Pattern[str], content: Any) -> bool:
+    return isinstance(content, list) and len(content) == 2 and all(_is_text(pattern, part) for part in content)
+
+
+_SCALARS = {
+    "i": lambda content: _is_text(_HEX, content), "f": lambda content: _is_text(_FLOAT, content),
+    "c": lambda content: _is_pair(_FLOAT, content), "b": lambda content: _is_text(_BYTES, content),
+    "D": lambda content: _is_text(_DECIMAL, content),
+    "q": lambda content: _is_pair(_HEX, content) and int(content[1], 16) > 0,
+    "o": lambda content: (
+        isinstance(content, list) and len(content) == 2 and isinstance(content[0], str) and len(content[0]) <= 40
+        and isinstance(content[1], bool)
+    ),
+}  # fmt: skip
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a checked value holds no iterator and no opaque object, which only tests can make something of."""
+    if isinstance(value, list):
+        return all(is_plain(item) for item in value)
+    if not isinstance(value, dict):
+        return True
+    return not value.keys() & {"it", "o"} and is_plain(list(value.values()))
 
 
 def equal(expected: Any, given: Any, *, numbers: str = "strict", sequences: str = "strict") -> bool:
-    """Strict equality of plain values: types count, NaN equals nothing, order counts in sequences only.
+    """``same`` of plain values. Raises Unplain (``expected`` or ``given`` has no encoding)."""
+    return same(encode(expected), encode(given), numbers=numbers, sequences=sequences)
 
-    ``numbers = "loose"``: 1 equals 1.0 (never True), floats within 1e-9 relative. ``sequences = "loose"``: a tuple equals a list.
+
+def same(expected: Any, given: Any, *, numbers: str = "strict", sequences: str = "strict") -> bool:
+    """Strict equality of encoded values: types count, NaN equals nothing, order counts in sequences only.
+
+    ``numbers = "loose"``: 1 equals 1.0 (never True), floats equal within 1e-9 of their size, but not as keys and members of sets.
+    ``sequences = "loose"``: a tuple equals a list.
     """
-    a, b = expected, given
-    if sequences == "loose":
-        a, b = (list(x) if isinstance(x, tuple) else x for x in (a, b))
-    if isinstance(a, bool) or isinstance(b, bool):
-        return type(a) is type(b) and a == b
-    if numbers == "loose" and isinstance(a, int | float) and isinstance(b, int | float):
+    a, b = (_untagged(value, numbers, sequences) for value in (expected, given))
+    if isinstance(a, bool) or isinstance(b, bool) or not isinstance(a, int | float) or not isinstance(b, int | float):
+        if type(a) is not type(b):
+            return False
+    elif numbers == "loose":
         return a == b or (math.isfinite(a) and math.isfinite(b) and math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12))
-    if type(a) is not type(b):
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same(x, y, numbers=numbers, sequences=sequences) for x, y in zip(a, b, strict=True))
+    if not isinstance(a, dict):
+        return type(a) is type(b) and bool(a == b)
+    (tag, x), (other, y) = next(iter(a.items())), next(iter(b.items()))
+    if tag != other or a == {"D": "NaN"}:
         return False
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(equal(x, y, numbers=numbers, sequences=sequences) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k], numbers=numbers, sequences=sequences) for k in a)
-    return bool(a == b)
+    if tag == "t":
+        return same(x, y, numbers=numbers, sequences=sequences)
+    if tag == "d":
+        left, right = ({_key(key, numbers, sequences): item for key, item in pairs} for pairs in (x, y))
+        return _no_nan(left) and left.keys() == right.keys() and all(
+            same(left[key], right[key], numbers=numbers, sequences=sequences) for key in left
+        )  # fmt: skip
+    if tag == "s":
+        left_set, right_set = ({_key(item, numbers, sequences) for item in items} for items in (x, y))
+        return _no_nan(left_set) and left_set == right_set
+    return bool(x == y)
+
+
+def _no_nan(keys: Iterable[str]) -> bool:
+    return not any("nan" in key.lower() for key in keys)
+
+
+def _untagged(value: Any, numbers: str, sequences: str) -> Any:
+    """Numbers as numbers, sets of both kinds as one, and a tuple as a list where that is the same."""
+    if not isinstance(value, dict):
+        return value
+    tag, content = next(iter(value.items()))
+    if tag == "t" and sequences == "loose":
+        return content
+    if tag == "i":
+        return int(content, 16)
+    if tag == "f":
+        return float.fromhex(content)
+    if tag == "c":
+        return complex(*map(float.fromhex, content))
+    return {"s": content} if tag == "z" else value
+
+
+def _key(value: Any, numbers: str, sequences: str) -> str:
+    """Text that two keys share exactly when they are the same; NaN says ``nan``, outside of the quotes of a text."""
+    plain = _untagged(value, numbers, sequences)
+    if isinstance(plain, bool) or plain is None:
+        return str(plain)
+    if isinstance(plain, str):
+        return "'" + plain.encode("utf-8", "surrogatepass").hex()
+    if isinstance(plain, float) and plain.is_integer() and numbers == "loose":
+        plain = int(plain)
+    if isinstance(plain, int):
+        return f"i{plain:x}"
+    if isinstance(plain, float):
+        return "nan" if plain != plain else f"f{(plain + 0.0).hex()}"
+    if isinstance(plain, complex):
+        return f"c{plain.real + 0.0}:{plain.imag + 0.0}"
+    if isinstance(plain, list):
+        return "[" + ",".join(_key(item, numbers, sequences) for item in plain) + "]"
+    tag, content = next(iter(plain.items()))
+    if tag == "t":
+        return "(" + ",".join(_key(item, numbers, sequences) for item in content) + ")"
+    if tag == "s":
+        return "{" + ",".join(sorted({_key(item, numbers, sequences) for item in content})) + "}"
+    return json.dumps(plain)
