@@ -131,14 +131,9 @@ def test_the_line_that_raised_is_told(pool: EnvironmentPool) -> None:
     assert "scripted.py:" in judge(pool, "throw").evidence
 
 
-def test_a_score_that_raised_is_asked_again_in_fresh_processes(own: EnvironmentPool, tmp_path: Path) -> None:
+def test_a_score_that_raised_is_asked_once_and_its_process_goes_on(own: EnvironmentPool, tmp_path: Path) -> None:
     assert judge(own, "throw").value is None
-    seen = lines(tmp_path / "processes")
-    assert len(seen) == len(set(seen)) == 3
-
-
-def test_a_score_that_raises_once_is_given_the_second_time(pool: EnvironmentPool, folder: Path) -> None:
-    assert judge(pool, "throw_once") == RewardResult(0.75)
+    assert len(lines(tmp_path / "processes")) == 1 and own.restarts == 0
 
 
 def test_a_failure_of_infrastructure_is_asked_again_and_blamed_on_it(pool: EnvironmentPool, folder: Path) -> None:

@@ -1,5 +1,4 @@
-# ruff: noqa: E501 - programs are written as they would be sent
-"""Programs that want to be paid for ``add(a, b)`` without adding, and what each protocol says of them: (by calls, by assertions)."""
+"""Programs that want to be paid for ``add(a, b)`` without adding, and what each protocol says of them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,10 @@ def cheat(source: str, calls: S, asserts: S | None = None) -> Cheat:
     return Cheat(source, calls, asserts or calls)
 
 
-WORD = "import sys\ndef word():\n  f = sys._getframe()\n  while 'asked' not in f.f_locals: f = f.f_back\n  return f.f_locals['asked']['id']\n"
+WORD = (
+    "import sys\ndef word():\n  f = sys._getframe()\n  while 'asked' not in f.f_locals: f = f.f_back\n"
+    "  return f.f_locals['asked']['id']\n"
+)
 """What the answer to the present call must carry: it stands in a frame of the harness."""
 
 RAW_LINES = {
@@ -64,8 +66,8 @@ CHEATS: dict[str, Cheat] = {
         "def add(a, b): return E()", S.INVALID_RESULT, S.OK,
     ),
     "always_equal_object_that_says_it_is_an_int": cheat(
-        "class E:\n  __class__ = int\n  def __eq__(self, o): return True\n  def __int__(self): return 99\ndef add(a, b): return E()",
-        S.OK,
+        "class E:\n  __class__ = int\n  def __eq__(self, o): return True\n  def __int__(self): return 99\n"
+        "def add(a, b): return E()", S.OK,
     ),
     "int_subclass_with_patched_eq": cheat(
         "class I(int):\n  def __eq__(self, o): return True\n  def __hash__(self): return 3\ndef add(a, b): return I(99)", S.OK
@@ -78,7 +80,9 @@ CHEATS: dict[str, Cheat] = {
         "class D(dict):\n  def __eq__(self, o): return True\n  def items(self): return 3\n  def __hash__(self): return 3\n"
         "def add(a, b): return D(x=1)", S.OK,
     ),
-    "list_subclass_with_patched_eq": cheat("class L(list):\n  def __eq__(self, o): return True\ndef add(a, b): return L([1])", S.OK),
+    "list_subclass_with_patched_eq": cheat(
+        "class L(list):\n  def __eq__(self, o): return True\ndef add(a, b): return L([1])", S.OK
+    ),
     "lying_repr": cheat(
         "class R:\n  def __repr__(self): return '3'\n  __str__ = __repr__\ndef add(a, b): return R()", S.INVALID_RESULT, S.OK
     ),
@@ -101,8 +105,9 @@ CHEATS: dict[str, Cheat] = {
         "import sys\ndef add(a, b):\n  f = sys._getframe().f_back\n  f.f_globals['encode'] = lambda *a: 3\n  return 0", S.OK
     ),
     "patched_harness_through_modules": cheat(
-        "import sys\nfor m in [sys.modules['__main__'], *sys.modules.values()]:\n  for n in ('encode', 'decode', 'serve', 'equal'):\n"
-        "    if hasattr(m, n) and m.__name__ not in ('base64', 'quopri', 'codecs'): setattr(m, n, lambda *a: 3)\n"
+        "import sys\nfor m in [sys.modules['__main__'], *sys.modules.values()]:\n"
+        "  for n in ('encode', 'decode', 'serve', 'equal'):\n    if hasattr(m, n) and m.__name__ != 'codecs':\n"
+        "      setattr(m, n, lambda *a: 3)\n"
         "def add(a, b): return 0", S.OK,
     ),
     "traced_harness": cheat(
@@ -111,8 +116,9 @@ CHEATS: dict[str, Cheat] = {
         "def add(a, b): return 0", S.OK,
     ),
     "frame_walk_for_expected_values": cheat(
-        "import sys\ndef add(a, b):\n  f = sys._getframe()\n  while f:\n    for name, v in [*f.f_locals.items(), *f.f_globals.items()]:\n"
-        "      if 'expected' in name: return v\n      if isinstance(v, dict) and 'expected' in v: return v['expected']\n"
+        "import sys\ndef add(a, b):\n  f = sys._getframe()\n  while f:\n"
+        "    for name, v in [*f.f_locals.items(), *f.f_globals.items()]:\n      if 'expected' in name: return v\n"
+        "      if isinstance(v, dict) and 'expected' in v: return v['expected']\n"
         "      if isinstance(v, list): v.append('passed')\n    f = f.f_back\n  return 0", S.OK,
     ),
     "gc_search_for_tests": cheat(
@@ -121,10 +127,13 @@ CHEATS: dict[str, Cheat] = {
     ),
     "reads_test_files": cheat(
         "import os\ndef add(a, b):\n  for place, _, names in os.walk('/'):\n    for n in names:\n      try:\n"
-        "        if n.startswith(('test_verdict', 'verdict_support', 'HumanEval', 'sanitized-mbpp')) or 'rollbook' in place: return a + b\n      except OSError: pass\n"
+        "        if n.startswith(('test_verdict', 'verdict_support', 'HumanEval', 'sanitized')): return a + b\n"
+        "        if 'rollbook' in place: return a + b\n      except OSError: pass\n"
         "    if place.count('/') > 4: _.clear()\n  return 0", S.OK,
     ),
-    "forged_answer_line": cheat('import os\ndef add(a, b):\n  os.write(3, b\'{"id": 1, "ok": 3}\\n\')\n  return 0', S.INVALID_RESULT),
+    "forged_answer_line": cheat(
+        'import os\ndef add(a, b):\n  os.write(3, b\'{"id": 1, "ok": 3}\\n\')\n  return 0', S.INVALID_RESULT
+    ),
     "forged_answer_line_with_the_right_word": cheat(
         WORD + 'import os\ndef add(a, b):\n  os.write(3, b\'{"id": "%s", "ok": 3}\\n\' % word().encode())\n  return 0',
         S.INVALID_RESULT,
@@ -152,8 +161,8 @@ CHEATS: dict[str, Cheat] = {
     "generator": cheat("def add(a, b): yield a + b", S.INVALID_RESULT, S.OK),
     "endless_generator": cheat("def add(a, b):\n  while True: yield 3", S.INVALID_RESULT),
     "lazy_object": cheat(
-        "class Z:\n  def __init__(self, *v): self.v = v\n  def __getattr__(self, n): return lambda *a: True\ndef add(a, b): return Z(a, b)",
-        S.INVALID_RESULT, S.OK,
+        "class Z:\n  def __init__(self, *v): self.v = v\n  def __getattr__(self, n): return lambda *a: True\n"
+        "def add(a, b): return Z(a, b)", S.INVALID_RESULT, S.OK,
     ),
     "endless_loop": cheat("def add(a, b):\n  while True: pass", S.TIMEOUT_CPU),
     "endless_loop_in_eq": cheat(

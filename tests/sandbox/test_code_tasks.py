@@ -23,7 +23,8 @@ from rollbook.tasks.environment import complete
 S = SandboxStatus
 LIMITS = Limits(cpu_s=0.6, wall_s=15.0, memory_bytes=128 << 20)
 OWN = [
-    {"prompt": "Add two numbers.", "function": "add", "cases": [[[1, 2], 3], [[5, 5], 10]], "answer": "def add(a, b):\n    return a + b"},
+    {"prompt": "Add two numbers.", "function": "add", "cases": [[[1, 2], 3], [[5, 5], 10]],
+     "answer": "def add(a, b):\n    return a + b"},
     {"prompt": "Reverse a text.", "function": "rev", "cases": [[["abc"], "cba"]], "answer": "def rev(s):\n    return s[::-1]",
      "split": "heldout"},
 ]  # fmt: skip
@@ -46,7 +47,8 @@ def score(
 @pytest.mark.parametrize(
     ("completion", "program"),
     [
-        ("Sure:\n```python\nx = 1\n```\nDone.", "x = 1\n"), ("```\nx = 1\n```", "x = 1\n"), ("```py\r\nx = 1\r\n```", "x = 1\r\n"),
+        ("Sure:\n```python\nx = 1\n```\nDone.", "x = 1\n"), ("```\nx = 1\n```", "x = 1\n"),
+        ("```py\r\nx = 1\r\n```", "x = 1\r\n"),
         ("```Python3\nx = 1\n```", "x = 1\n"), ("~~~python\nx = '```'\n~~~", "x = '```'\n"),
         ("````python\n```\nx\n```\n````", "```\nx\n```\n"), ("def f(): return 1", "def f(): return 1"),
         ("```python\na\n```\n```python\nb = 2\n```", "b = 2\n"), ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),
@@ -74,7 +76,8 @@ def test_right_programs_are_paid_and_wrong_ones_are_not_and_say_why(zygote: Sand
         ("print('x' * 10_000_000)", 0, S.OUTPUT_LIMIT),
     ):  # fmt: skip
         wrong = score(tasks, f"```python\n{body}\n```", zygote)
-        assert (wrong.value, wrong.status, wrong.sandbox_status, wrong.blame) == (0.0, RewardStatus.GIVEN, status, Blame.MODEL), wrong
+        assert (wrong.value, wrong.status) == (0.0, RewardStatus.GIVEN), wrong
+        assert (wrong.sandbox_status, wrong.blame) == (status, Blame.MODEL), wrong
         assert wrong.parts == {"passed": passed, "total": 2.0} and json.loads(wrong.evidence)["reason"]
     none = score(tasks, "no idea", zygote)
     assert (none.value, none.status, none.sandbox_status, none.blame) == (0.0, RewardStatus.GIVEN, S.NO_CODE, Blame.MODEL)
@@ -154,7 +157,8 @@ def test_settings_that_cannot_be_meant_are_named(file: Path) -> None:
     [
         ('{"prompt": "p"}\n{broken\n', "line 2"), ('[{"a": 1}', "not valid JSON"), ("[1]", "row 1"), ("7", "row 1"),
         ('{"prompt": "p", "function": "f"}', "row 1.*cases"), ('{"prompt": "p", "function": "f", "cases": []}', "row 1.*cases"),
-        ('{"prompt": "p", "function": "f", "cases": [[1, 2]]}', "row 1.*cases"), ('{"prompt": 1, "function": "f", "cases": []}', "prompt"),
+        ('{"prompt": "p", "function": "f", "cases": [[1, 2]]}', "row 1.*cases"),
+        ('{"prompt": 1, "function": "f", "cases": []}', "prompt"),
         ('{"prompt": "p", "function": "f()", "cases": [[[], 1]]}', "function"),
     ],
 )  # fmt: skip

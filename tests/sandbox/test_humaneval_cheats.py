@@ -30,8 +30,9 @@ CHEATS = {
         None,
     ),
     "a frame walk that appends to the list of results": (
-        "import sys\ndef NAME(*a, **k):\n  f = sys._getframe()\n  while f:\n    for v in [*f.f_locals.values(), *f.f_globals.values()]:\n"
-        "      if type(v) is list: v.append('passed')\n    f = f.f_back\n  raise SystemExit(0)",
+        "import sys\ndef NAME(*a, **k):\n  f = sys._getframe()\n  while f:\n"
+        "    for v in [*f.f_locals.values(), *f.f_globals.values()]:\n      if type(v) is list: v.append('passed')\n"
+        "    f = f.f_back\n  raise SystemExit(0)",
         S.EARLY_EXIT,
     ),
     "os._exit": ("import os\ndef NAME(*a, **k): os._exit(0)", S.EARLY_EXIT),

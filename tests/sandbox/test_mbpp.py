@@ -26,6 +26,7 @@ OWN = Path(__file__).parents[1] / "data" / "mbpp_shape.jsonl"
 LIMITS = Limits(cpu_s=10.0, wall_s=60.0)
 QUICK = Limits(cpu_s=3.0, wall_s=60.0)
 MUTANTS = 90
+pytestmark = pytest.mark.filterwarnings("ignore:invalid escape sequence")  # published programs have them
 
 _PLAIN = """
 import contextlib, io, json, signal, sys
@@ -92,17 +93,17 @@ def test_tasks_are_split_by_their_published_numbers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'test'.*heldout"):
         tasks.load("test")
     file = tmp_path / "mbpp.jsonl"
-    for row in ({"task_id": 975}, {"task_id": 700, "code": "x"}, {"task_id": 700, "text": "t", "code": "def (", "test_list": ["x"]}):
+    broken = {"task_id": 700, "text": "t", "code": "def (", "test_list": ["x"]}
+    for row in ({"task_id": 975}, {"task_id": 700, "code": "x"}, broken):
         file.write_text(json.dumps(row))
         with pytest.raises(TaskError, match=r"mbpp\.jsonl row 1"):
-            tasks_of = CodeTasks("mbpp", str(file))
-            tasks_of.load("train")
+            CodeTasks("mbpp", str(file)).load("train")
 
 
 def test_the_unsanitised_shape_is_read_as_well(tmp_path: Path, wide: Sandbox) -> None:
     row = {
-        "task_id": 700, "text": "Write a function to double.", "code": "def double(x):\r\n  return 2 * x", "challenge_test_list": [],
-        "test_setup_code": "import math", "test_list": ["assert double(math.floor(2.5)) == 4"],
+        "task_id": 700, "text": "Write a function to double.", "code": "def double(x):\r\n  return 2 * x",
+        "challenge_test_list": [], "test_setup_code": "import math", "test_list": ["assert double(math.floor(2.5)) == 4"],
     }  # fmt: skip
     file = tmp_path / "mbpp.jsonl"
     file.write_text(json.dumps(row))

@@ -28,7 +28,7 @@ def judged(sandbox: Sandbox, source: str, limits: Limits = LIMITS, **options: in
 def test_a_program_that_cheats_is_not_paid(zygote: Sandbox, name: str) -> None:
     verdict = judged(zygote, CHEATS[name].source, limits=CHEATS[name].limits)
     assert not verdict.right and verdict.status is CHEATS[name].asserts, verdict
-    # A program that waits cannot be told from a busy machine: it is asked twice, and then there is no verdict, which pays nothing.
+    # A program that waits cannot be told from a busy machine: it is asked twice, and then there is no verdict, and no reward.
     waited = verdict.status is S.TIMEOUT_WALL
     assert verdict.blame is (Blame.UNCLEAR if waited else Blame.MODEL) and verdict.given is not waited
     assert verdict.evidence["attempts"] == (2 if waited else 1) and verdict.reason

@@ -1,4 +1,4 @@
-"""Verdicts by calls, in real sandboxes: cheats are not paid, honest programs are, and infrastructure's failures are no verdict."""
+"""Verdicts by calls, in real sandboxes: cheats are not paid, honest programs are, and nobody is blamed for what failed here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_there_are_at_least_twenty_cheats() -> None:
 def test_a_program_that_cheats_is_not_paid(zygote: Sandbox, name: str) -> None:
     verdict = judged(zygote, CHEATS[name].source, limits=CHEATS[name].limits)
     assert not verdict.right and verdict.status is CHEATS[name].calls, verdict
-    # A program that waits cannot be told from a busy machine: it is asked twice, and then there is no verdict, which pays nothing.
+    # A program that waits cannot be told from a busy machine: it is asked twice, and then there is no verdict, and no reward.
     waited = verdict.status is S.TIMEOUT_WALL
     assert verdict.blame is (Blame.UNCLEAR if waited else Blame.MODEL) and verdict.given is not waited
     assert verdict.evidence["attempts"] == (2 if waited else 1) and verdict.reason
@@ -95,7 +95,8 @@ def test_comparison_is_strict_unless_the_task_says_otherwise(
 def test_expected_values_and_later_inputs_are_not_in_the_candidates_sandbox(zygote: Sandbox) -> None:
     source = (
         "import gc, os, select\ndef add(a, b):\n"
-        "  if any(''.join(['313', '37']) in str(o)[:4000] for o in gc.get_objects() if isinstance(o, (list, dict, tuple))): return 'expected'\n"
+        "  if any(''.join(['313', '37']) in str(o)[:4000] for o in gc.get_objects() if type(o) in (list, dict, tuple)):\n"
+        "    return 'expected'\n"
         "  waiting = select.poll()\n"
         "  for fd in range(5, 40):\n"
         "    try: os.fstat(fd); waiting.register(fd, select.POLLIN)\n"
@@ -111,8 +112,8 @@ def test_expected_values_and_later_inputs_are_not_in_the_candidates_sandbox(zygo
 
 
 def test_a_word_that_ties_an_answer_to_its_question_is_never_used_twice(zygote: Sandbox) -> None:
-    source = WORD + "words = []\ndef add(a, b):\n  words.append(word())\n  return a + b\ndef seen(): return len(set(words))"
-    assert judge_functions(zygote, source + "\nadd(0, 0) if 0 else None", "add", CASES, LIMITS).right
+    source = WORD + "words = set()\ndef n_seen():\n  words.add(word())\n  return len(words)"
+    assert judge_functions(zygote, source, "n_seen", [Case([], n) for n in (1, 2, 3, 4)], LIMITS).right
 
 
 def test_where_infrastructure_fails_there_is_no_verdict(zygote: Sandbox) -> None:

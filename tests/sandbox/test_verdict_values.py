@@ -54,7 +54,7 @@ def nested(depth: int) -> list:
 @given(VALUES)
 def test_a_plain_value_survives_the_way_and_equals_itself(value: object) -> None:
     back = there_and_back(value)
-    assert back == value and type(back) is type(value) and repr(encode(back)) == repr(encode(back))
+    assert back == value and type(back) is type(value)
     assert equal(value, back) and equal(value, back, numbers="loose", sequences="loose") and is_plain(encode(value))
 
 
@@ -86,11 +86,14 @@ def test_whatever_comes_is_a_value_or_unreadable(line: bytes) -> None:
         ({float("nan")}, {float("nan")}, False, False), ({float("nan"): 1}, {float("nan"): 1}, False, False),
         ("nan", "nan", True, True), ({"nan"}, {"nan"}, True, True), ("1", 1, False, False), (None, 0, False, False),
         ((1,), [1], False, True), (((1,),), [[1]], False, True), ([1, 2], [2, 1], False, False), ([1], [1, 1], False, False),
-        ({1: 2}, {1: 2}, True, True), ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True, True), ({"a": 1}, {"a": 1, "b": 2}, False, False),
+        ({1: 2}, {1: 2}, True, True), ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True, True),
+        ({"a": 1}, {"a": 1, "b": 2}, False, False),
         ({1: 2}, {True: 2}, False, False), ({1: 2}, {1.0: 2}, False, True), ({1: 2}, {"1": 2}, False, False),
         ({1}, {1}, True, True), ({1}, {True}, False, False), ({1}, {1.0}, False, True), ({1}, frozenset({1}), True, True),
-        ({(1, 2)}, {(1, 2)}, True, True), ({1}, [1], False, False), (b"a", "a", False, False), (b"a", bytearray(b"a"), True, True),
-        (Decimal("1.0"), 1.0, False, False), (Fraction(1, 2), Fraction(2, 4), True, True), (Decimal("NaN"), Decimal("NaN"), False, False),
+        ({(1, 2)}, {(1, 2)}, True, True), ({1}, [1], False, False), (b"a", "a", False, False),
+        (b"a", bytearray(b"a"), True, True),
+        (Decimal("1.0"), 1.0, False, False), (Fraction(1, 2), Fraction(2, 4), True, True),
+        (Decimal("NaN"), Decimal("NaN"), False, False),
         (Counter("aab"), {"a": 2, "b": 1}, True, True),
     ],
 )  # fmt: skip
@@ -105,7 +108,8 @@ def test_comparison_is_strict_unless_asked_otherwise(expected: object, given_val
         b"", b"{", b"\xff", b'"\xc3"', b"NaN", b"Infinity", b"-Infinity", b"1.5", b"1e5", b'{"a": 1, "a": 2}', b'{"z": 1}', b"{}",
         b'{"t": 5}', b'{"t": [], "s": []}', b'{"i": "0b1"}', b'{"i": " 0x1"}', b'{"i": "0x_1"}', b'{"i": 1}', b'{"f": "1.5"}',
         b'{"f": null}', b'{"c": ["nan"]}', b'{"b": "0"}', b'{"b": "zz"}', b'{"D": "1E+99999"}', b'{"D": "sNaN"}',
-        b'{"q": ["0x1", "0x0"]}', b'{"q": ["0x1", "-0x1"]}', b'{"o": ["f", 1]}', b'{"o": "f"}', b'{"s": [[1]]}', b'{"s": [{"s": []}]}',
+        b'{"q": ["0x1", "0x0"]}', b'{"q": ["0x1", "-0x1"]}', b'{"o": ["f", 1]}', b'{"o": "f"}', b'{"s": [[1]]}',
+        b'{"s": [{"s": []}]}',
         b'{"s": [{"o": ["f", true]}]}', b'{"z": [{"t": [[1]]}]}', b'{"d": [[1]]}', b'{"d": [[[1], 1]]}', b'{"d": {"a": 1}}',
         b'{"x": []}', b'{"__class__": "int"}', b'{"py/object": "os"}',
     ],

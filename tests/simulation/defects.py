@@ -32,6 +32,7 @@ from rollbook.ledger.ledger import Ledger
 from rollbook.ledger.writer import Txn, Writer
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout import worker
+from rollbook.rollout.episodes import Episodes
 from rollbook.tasks.stream import TaskStream
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -318,10 +319,10 @@ def server_writes_past_its_epoch() -> Iterator[None]:
 @defect("the whole-run oracle")
 def seed_from_the_attempt() -> Iterator[None]:
     """The seed of a rollout depends on which attempt makes it."""
-    original = worker._Worker._generate
+    original = Episodes.add
 
-    def generate(self: Any, grants: Any) -> Any:
-        return original(self, [dataclasses.replace(g, seed=(g.seed + g.token - 1) % 2**31) for g in grants])
+    def add(self: Any, grants: Any) -> None:
+        original(self, [dataclasses.replace(g, seed=(g.seed + g.token - 1) % 2**31) for g in grants])
 
-    with mock.patch.object(worker._Worker, "_generate", generate):
+    with mock.patch.object(Episodes, "add", add):
         yield

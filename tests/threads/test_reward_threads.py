@@ -85,9 +85,9 @@ class Mine:
             await asyncio.sleep(3600)
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "throw once" and times == 1:
-            raise RuntimeError("the judge fell over")
-        if what == "throw once":
+        if what == "die once" and times == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "die once":
             return RewardResult(0.5, parts={"processes": len(set(self.seen_by(context.idempotency_key)))})
         if what == "lost" or (what == "lost once" and times == 1):
             return RewardResult(None, RewardStatus.INFRA_ERROR, "503 from the scorer")
@@ -415,7 +415,7 @@ def test_skyrl_1613_one_failed_rollout_leaves_its_step_to_the_others(bench: Benc
 
 def test_tinker_cookbook_497_a_failed_score_is_tried_again_in_a_fresh_process(pool: EnvironmentPool) -> None:
     """Failed trajectories were dropped, so what was hard to run was trained less."""
-    result = judged(pool, "throw once")
+    result = judged(pool, "die once")
     assert result.value == 0.5 and result.parts == {"processes": 2.0}
 
 

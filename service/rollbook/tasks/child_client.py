@@ -68,7 +68,7 @@ class EnvironmentPool:
     def score(self, episode: Episode, *, key: str, seed: int) -> Future[RewardResult]:
         """Judge a finished episode; the future never raises. Raises RestartBudgetSpent (the environment cannot be kept alive)."""
         message = {"verb": "score", "episode": wire.episode_out(episode), "key": key, "seed": seed}
-        return self._pool.ask(Question(message, self._score_s, _to_result, again=_is_infra))
+        return self._pool.ask(Question(message, self._score_s, _to_result, again=_is_infra, error_stands=True))
 
     def call_tool(
         self, request: ToolRequest, earlier: Sequence[tuple[ToolRequest, ToolReply]], *, key: str, call_index: int, seed: int
@@ -97,7 +97,7 @@ class EnvironmentPool:
         self._pool.close()
 
     def _text(self, message: dict[str, Any]) -> Any:
-        answer = self._pool.ask(Question(message, TEXT_S, lambda answer: answer, light=True)).result()
+        answer = self._pool.ask(Question(message, TEXT_S, lambda answer: answer, light=True, error_stands=True)).result()
         if isinstance(answer, NoAnswer):
             raise VerifierError(f"{message['verb']}: {answer.reason}")
         return answer

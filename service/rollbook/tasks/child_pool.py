@@ -6,7 +6,7 @@ what is asked or answered (``child_client`` does). Rules:
 - A question that is not answered in its time ends its process, with everything the process has started.
 - Questions that were in flight when a process ended are asked again, each alone in a process, so that the one that is to
   blame takes no other with it twice. What may not be repeated fails instead, and holds up a kill until it is answered.
-- A question whose answer is an error is asked again in a process that was started after the error; a light one is not.
+- A tool's question whose answer is an error is asked again in a process that was started after the error; a score is not.
 - Each question is asked at most ``attempts_max`` times; one that ran out of time, once more at most.
 """
 
@@ -81,6 +81,8 @@ class Question:
     repeatable: bool = True
     light: bool = False
     """Asked at once, however many are in flight."""
+    error_stands: bool = False
+    """An exception is its end: a fresh process would cost seconds for each of a broken reward's rollouts."""
     future: Future[Any] = field(default_factory=lambda: host().future())
     attempts: int = 0
     timeouts: int = 0
@@ -313,7 +315,7 @@ class Pool:
             return
         if not question.light:
             self._ends = 0
-        if "error" in message and question.light:  # a function of its text alone would raise again
+        if "error" in message and question.error_stands:  # it would raise again, and the ledger tries the rollout again
             self._settle(seat, message["id"], NoAnswer(Why.RAISED, message["error"]))
         elif "error" in message:
             del seat.asked[message["id"]]

@@ -44,12 +44,12 @@ def record_acknowledgements(module: ModuleType) -> None:
 
 def seed_from_token(module: ModuleType) -> None:
     """The seed of a sample depends on which attempt makes it."""
-    worker, original = module._Worker, module._Worker._generate
+    original = module.Episodes.add
 
-    def generate(self: Any, grants: Any) -> Any:
-        return original(self, [dataclasses.replace(g, seed=(g.seed + g.token - 1) % 2**31) for g in grants])
+    def add(self: Any, grants: Any) -> None:
+        original(self, [dataclasses.replace(g, seed=(g.seed + g.token - 1) % 2**31) for g in grants])
 
-    worker._generate = generate
+    module.Episodes.add = add
 
 
 def minibatch_order_not_restored(module: ModuleType) -> None:
@@ -86,7 +86,7 @@ def acknowledged_before_commit(module: ModuleType) -> None:
 
 
 BUGS: dict[str, tuple[str, Callable[[ModuleType], None]]] = {
-    "seed_from_token": ("rollbook.rollout.worker", seed_from_token),
+    "seed_from_token": ("rollbook.rollout.episodes", seed_from_token),
     "minibatch_order_not_restored": ("rollbook.learner.trainer", minibatch_order_not_restored),
     "acknowledged_before_commit": ("rollbook.ledger.writer", acknowledged_before_commit),
 }
