@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import logging
 from pathlib import Path
 
@@ -10,8 +13,8 @@ import pytest
 from rollbook.core.errors import DigestMismatch
 from rollbook.core.idempotency import payload_digest
 from rollbook.core.packing import pack_f32, pack_i32
-from rollbook.core.records import FinishReason, RewardStatus, SandboxStatus, SlotKey, Submission, Trajectory
-from rollbook.rollout.spool import Spool, decode, encode
+from rollbook.core.records import Blame, FinishReason, RewardStatus, SandboxStatus, SlotKey, Submission, Trajectory
+from rollbook.rollout.spool import _LENGTH, _MAGIC, Spool, decode, encode
 
 
 def sample(sequence: int, incarnation: str = "a1", reward: float = 0.1) -> Submission:
@@ -19,7 +22,7 @@ def sample(sequence: int, incarnation: str = "a1", reward: float = 0.1) -> Submi
     trajectory = Trajectory(pack_i32(range(n)), pack_f32([-0.1 * i for i in range(n)]), pack_i32([2] * n), bytes([1] * n))
     return Submission(
         SlotKey(4, sequence), 3, incarnation, sequence, 0, trajectory, reward, RewardStatus.GIVEN, SandboxStatus.NOT_USED,
-        FinishReason.STOP, 0.25, 0.5, '{"evidence": "é"}',
+        FinishReason.STOP, 0.25, 0.5, '{"evidence": "é"}', Blame.MODEL if sequence % 2 else None,
     )  # fmt: skip
 
 
@@ -30,6 +33,24 @@ def test_what_was_put_is_loaded_again_in_order_and_content(tmp_path: Path) -> No
     assert loaded == made
     assert [payload_digest(s) for s in loaded] == [payload_digest(s) for s in made]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_no_field_of_a_submission_is_forgotten() -> None:
+    made = sample(1)
+    for spec in dataclasses.fields(Submission):
+        assert spec.default is dataclasses.MISSING or getattr(made, spec.name) != spec.default, f"{spec.name} is not tried"
+    assert decode(encode("run", made)) == ("run", made)
+
+
+def test_a_file_of_a_worker_that_knew_no_blame_is_loaded() -> None:
+    data = encode("run", sample(0))
+    start = len(_MAGIC) + _LENGTH.size
+    (length,) = _LENGTH.unpack(data[len(_MAGIC) : start])
+    header = json.loads(data[start : start + length])
+    del header["blame"]
+    packed = json.dumps(header).encode()
+    content = _MAGIC + _LENGTH.pack(len(packed)) + packed + data[start + length : -32]
+    assert decode(content + hashlib.sha256(content).digest()) == ("run", sample(0))
 
 
 @pytest.mark.parametrize("reward", [0.0, -0.0, 1 / 3, 5e-324, 1.7976931348623157e308])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rollbook.core.errors import DigestMismatch
 from rollbook.core.host import fsync_directory, host
-from rollbook.core.records import FinishReason, RewardStatus, SandboxStatus, SlotKey, Submission, Trajectory
+from rollbook.core.records import Blame, FinishReason, RewardStatus, SandboxStatus, SlotKey, Submission, Trajectory
 from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def encode(run_id: str, submission: Submission) -> bytes:
         "reward_status": submission.reward_status.value,
         "sandbox_status": submission.sandbox_status.value,
         "finish_reason": submission.finish_reason.value,
+        "blame": submission.blame.value if submission.blame else None,
         "array_bytes": [len(array) for array in arrays],
     }
     packed = json.dumps(header).encode()
@@ -67,6 +68,7 @@ def decode(data: bytes) -> tuple[str, Submission]:
         reward_status=RewardStatus(header["reward_status"]),
         sandbox_status=SandboxStatus(header["sandbox_status"]),
         finish_reason=FinishReason(header["finish_reason"]),
+        blame=Blame(blame) if (blame := header.get("blame")) else None,  # files of older workers have none
         **{name: header[name] for name in _PLAIN},
     )
     return header["run_id"], submission
