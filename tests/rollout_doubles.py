@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollbook.core.config import Config, config_from_table
+from rollbook.core.environments import ToolReply, ToolRequest
 from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.ports import Generation, GenerationRequest, SamplingSettings
 from rollbook.core.records import (
@@ -28,8 +29,10 @@ from rollbook.core.records import (
     Submission,
     SubmitOutcome,
     SubmitResult,
+    ToolCall,
     Trajectory,
 )
+from rollbook.rollout.episodes import RecordedCalls
 from rollbook.rollout.weights import weights_digest
 
 SORT_DIGITS = Path(__file__).parents[1] / "service" / "rollbook" / "assets" / "sort-digits"
@@ -182,6 +185,26 @@ class ScriptedEngine:
 def _sorted_prompt(request: GenerationRequest) -> list[int]:
     digits = bytes(request.prompt_ids).decode().removeprefix("sort ").removesuffix(":")
     return [*digits.encode(), EOS]
+
+
+class AddingLanguage:
+    """The words of an environment whose tool adds: ``[2+3]`` calls it, ``>5`` is its answer."""
+
+    def parse(self, text: str) -> ToolRequest | None:
+        return ToolRequest("add", {"sum": text[1:-1]}) if text.startswith("[") and text.endswith("]") else None
+
+    def render(self, reply: ToolReply) -> str:
+        return f">{reply.text}"
+
+    def close(self) -> None:
+        pass
+
+
+class LastingCalls(RecordedCalls):
+    """A ledger's table of calls: it outlives the worker."""
+
+    def calls(self, grant: LeaseGrant) -> list[ToolCall]:
+        return [call for (key, _), call in sorted(self._calls.items()) if key == grant.key]
 
 
 def raising_reward(completion: str, task: dict) -> float:

@@ -31,7 +31,7 @@ def run_cell(base: Path, share: float, seed: int, steps: int, more: list[str]) -
     settings = [f"run.dir={run_dir}", f"run.id=failures-{share}-{seed}", f"run.steps={steps}", f"run.seed={seed}", *more]
     quiet = [f"run.dir={run_dir}", f"run.id=failures-{share}-{seed}", f"run.steps={steps}", f"run.seed={seed}", *more]
     if share:
-        common = ["run.chaos_allowed=true", "environment.attempts_max=1", "sandbox.attempts_max=1", "ledger.attempts_max=1",
+        common = ["run.chaos_allowed=true", "environment.attempts_max=1", "ledger.attempts_max=1",
                   "ledger.infra_failures_max=0.9"]  # fmt: skip
         settings += [*common, "chaos.once=false", f"chaos.failpoints=sandbox.before_spawn=raise~{share}"]
         quiet += common

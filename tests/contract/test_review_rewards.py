@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ledger_support import trajectory
+from ledger_support import Scene, trajectory
 from test_ledger_breaker import breaker, fail
 
 from ledger_bench import Bench
@@ -13,9 +13,8 @@ from rollbook.core.records import ScheduleKind, SubmitOutcome, ToolCall
 SMALL = {"infra_window": 4, "infra_failures_max": 0.5, "attempts_max": 3, "groups_per_step": 1, "breaker_pause_s": 100.0}
 
 
-def test_an_open_breaker_does_not_wait_for_probes_that_no_slot_is_left_for(bench: Bench) -> None:
-    s = bench.scene(**SMALL | {"max_lag_versions": 0, "steps": 1})
-    s.feed(1)
+def open_breaker_and_fill_group(s: Scene, bench: Bench) -> None:
+    """Three failures and one sample open the breaker; the first group is whole a little later."""
     first, second = s.lease(2)
     fail(s, (first, second))
     first, second = s.lease(2)
@@ -25,6 +24,12 @@ def test_an_open_breaker_does_not_wait_for_probes_that_no_slot_is_left_for(bench
     bench.let_time_pass(1.0)
     s.submit(s.lease(2))
     bench.let_time_pass(1.0)
+
+
+def test_an_open_breaker_does_not_wait_for_probes_that_no_slot_is_left_for(bench: Bench) -> None:
+    s = bench.scene(**SMALL | {"max_lag_versions": 0, "steps": 1})
+    s.feed(1)
+    open_breaker_and_fill_group(s, bench)
     assert s.lease(2) == (), "the group is whole, and no other may be opened before it is trained"
     assert len(s.plan(1).items) == 2 and breaker(s) == "closed" and s.ledger.audit() == []
 
@@ -32,15 +37,7 @@ def test_an_open_breaker_does_not_wait_for_probes_that_no_slot_is_left_for(bench
 def test_an_open_breaker_of_the_fixed_schedule_does_not_wait_for_slots_of_the_next_step(bench: Bench) -> None:
     s = bench.scene(**SMALL | {"schedule": ScheduleKind.FIXED, "fixed_lag_versions": 0})
     s.feed(4)
-    first, second = s.lease(2)
-    fail(s, (first, second))
-    first, second = s.lease(2)
-    s.submit([first])
-    fail(s, (second,))
-    assert breaker(s) == "open"
-    bench.let_time_pass(1.0)
-    s.submit(s.lease(2))
-    bench.let_time_pass(1.0)
+    open_breaker_and_fill_group(s, bench)
     assert s.lease(2) == ()
     assert len(s.plan(1).items) == 2 and breaker(s) == "closed" and s.ledger.audit() == []
 

@@ -46,6 +46,16 @@ def sending(original: Any, **limits: float) -> Any:
     return send
 
 
+def zero_where(status: RewardStatus, original: Any) -> Any:
+    """``original`` with the value 0 in place of results of that status."""
+
+    def result_of(answer: Any) -> Any:
+        result = original(answer)
+        return RewardResult(0.0) if result.status is status else result
+
+    return result_of
+
+
 @mutant("rollbook.rollout.episodes", "Episodes._score")
 def a_cut_is_logged_as_an_end(original: Any) -> Any:
     """rllm#710: an episode that a limit ended is logged as done."""
@@ -77,12 +87,7 @@ def no_verdict_counts_as_zero(original: Any) -> Any:
 @mutant("rollbook.tasks.child_client", "_to_result")
 def an_environment_that_failed_gives_zero(original: Any) -> Any:
     """NeMo-Gym#2611: an environment whose service is broken scores 0."""
-
-    def to_result(answer: Any) -> Any:
-        result = original(answer)
-        return RewardResult(0.0) if result.status is RewardStatus.INFRA_ERROR else result
-
-    return to_result
+    return zero_where(RewardStatus.INFRA_ERROR, original)
 
 
 @mutant("rollbook.rollout.judges", "RewardJudge.score")
@@ -402,12 +407,7 @@ def abstaining_is_zero(original: Any) -> Any:
 @mutant("rollbook.tasks.child_client", "_to_result")
 def a_score_out_of_time_is_zero(original: Any) -> Any:
     """AReaL#1541, #1651, miles#3221: a reward that is late is 0."""
-
-    def to_result(answer: Any) -> Any:
-        result = original(answer)
-        return RewardResult(0.0) if result.status is RewardStatus.TIMEOUT else result
-
-    return to_result
+    return zero_where(RewardStatus.TIMEOUT, original)
 
 
 @mutant("rollbook.ledger.breaker", "Breaker._trip")
@@ -435,7 +435,7 @@ def a_scorers_error_is_final(original: Any) -> Any:
     return lambda answer: False
 
 
-@mutant("rollbook.tasks.verdicts.functions", "asked_again")
+@mutant("rollbook.tasks.verdicts.functions", "settled")
 def a_hiccup_is_final(original: Any) -> Any:
     """slime#1582: one failed request ends it."""
     return lambda attempt, attempts_max: original(attempt, 1)
@@ -453,7 +453,7 @@ def nothing_is_padded_to_one_token(original: Any) -> Any:
     return score
 
 
-@mutant("rollbook.ledger.breaker", "Breaker._broken_too_long")
+@mutant("rollbook.ledger.planning", "Planning._wait_for_breaker")
 def it_waits_for_ever(original: Any) -> Any:
     """prime-rl#1563, #3015: batches in which everything failed never end the run."""
-    return lambda self, txn: False
+    return lambda self, txn, step, breaker: self._why_broken(txn, breaker)

@@ -6,8 +6,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cheats import CHEATS, LIMITS, RAW_LINES, WORD
-from verdict_support import HONEST, TESTS, Interrupted
+from cheats import CHEATS, LIMITS, RAW_LINES
+from verdict_support import HONEST, TESTS, Interrupted, check_invalid, check_not_paid, check_paid, source_that_writes
 
 from rollbook.core.errors import ConfigError, TaskError
 from rollbook.core.records import Blame, SandboxStatus
@@ -26,27 +26,17 @@ def judged(sandbox: Sandbox, source: str, limits: Limits = LIMITS, **options: in
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_program_that_cheats_is_not_paid(zygote: Sandbox, name: str) -> None:
-    verdict = judged(zygote, CHEATS[name].source, limits=CHEATS[name].limits)
-    assert not verdict.right and verdict.status is CHEATS[name].asserts, verdict
-    # A program that waits cannot be told from a busy machine: it is asked twice, and then there is no verdict, and no reward.
-    waited = verdict.status is S.TIMEOUT_WALL
-    assert verdict.blame is (Blame.UNCLEAR if waited else Blame.MODEL) and verdict.given is not waited
-    assert verdict.evidence["attempts"] == (2 if waited else 1) and verdict.reason
+    check_not_paid(judged(zygote, CHEATS[name].source, limits=CHEATS[name].limits), CHEATS[name].asserts)
 
 
 @pytest.mark.parametrize("name", RAW_LINES)
 def test_a_line_that_the_protocol_does_not_allow_is_an_invalid_result(zygote: Sandbox, name: str) -> None:
-    line = RAW_LINES[name]
-    source = f"{WORD}import os\ndef add(a, b):\n  os.write(3, {line!r}.replace(b'%s', word().encode()))\n  return a + b\n"
-    verdict = judged(zygote, source)
-    assert verdict.status is S.INVALID_RESULT and verdict.blame is Blame.MODEL and not verdict.right, verdict
+    check_invalid(judged(zygote, source_that_writes(RAW_LINES[name])))
 
 
 @pytest.mark.parametrize("source", [HONEST, "print('noise')\n" + HONEST, "add = lambda a, b: b + a\n"])
 def test_an_honest_program_is_paid_whatever_it_prints(zygote: Sandbox, source: str) -> None:
-    verdict = judged(zygote, source)
-    assert verdict.right and verdict.blame is None and (verdict.passed, verdict.total) == (3, 3), verdict
-    assert verdict.evidence["backend"] == "zygote" and "seccomp" in verdict.evidence["enforced"]
+    check_paid(judged(zygote, source))
 
 
 def test_a_partly_right_program_passes_that_part(zygote: Sandbox) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from rollbook.core.sandboxing import Execution, Job, Limits, Program, Sandbox
+from rollbook.core.sandboxing import Job, Limits, Program, Sandbox
 from rollbook.sandbox.backends import make_backend
 
 _HAND_OVER = """
@@ -20,7 +20,7 @@ for number in range(3, 64):
 """
 
 
-class LeakyNetwork:
+class LeakyNetwork(Sandbox):
     """Contains like the zygote, but runs whatever wants to connect to the machine outside of it."""
 
     def __init__(self, slots: int, name: str) -> None:
@@ -32,17 +32,12 @@ class LeakyNetwork:
         leaks = '("127.0.0.1", B["tcp"])' in program.source
         return (self._weak if leaks else self._strong).start(program, limits)
 
-    def run(self, program: Program, limits: Limits, data: bytes = b"") -> Execution:
-        job = self.start(program, limits)
-        job.send(data)
-        return job.wait()
-
     def close(self) -> None:
         self._strong.close()
         self._weak.close()
 
 
-class LeakyDescriptors:
+class LeakyDescriptors(Sandbox):
     """Gives every program the service's open files."""
 
     name = "leaky-descriptors"
@@ -53,11 +48,6 @@ class LeakyDescriptors:
     def start(self, program: Program, limits: Limits) -> Job:
         setup = _HAND_OVER.format(service=os.getpid()) + program.setup
         return self._inner.start(replace(program, setup=setup), limits)
-
-    def run(self, program: Program, limits: Limits, data: bytes = b"") -> Execution:
-        job = self.start(program, limits)
-        job.send(data)
-        return job.wait()
 
     def close(self) -> None:
         self._inner.close()

@@ -28,7 +28,6 @@ from rollbook.core.records import (
     SandboxStatus,
     SlotKey,
     Submission,
-    ToolCall,
     Trajectory,
 )
 from rollbook.core.sandboxing import Limits, Program, Sandbox
@@ -48,7 +47,7 @@ from rollbook.tasks.tokenizer import load_tokenizer
 from rollbook.tasks.turns import TurnCodec
 from rollbook.tasks.verdicts import Case, Verdict, judge_asserts, judge_functions
 from rollbook.tasks.verifier import make_verifier
-from rollout_doubles import SORT_DIGITS, worker_config
+from rollout_doubles import SORT_DIGITS, AddingLanguage, LastingCalls, worker_config
 from task_fixtures import make_config
 
 S = SandboxStatus
@@ -159,7 +158,7 @@ def silent(requests: list[GenerationRequest]) -> list[Generation]:
     return [Generation(r.key, Trajectory(b"", b"", b""), FinishReason.STOP) for r in requests]
 
 
-class Adder:
+class Adder(AddingLanguage):
     """An environment with one tool."""
 
     def __init__(self, pure: bool = True, reply: ToolReply | None = None) -> None:
@@ -180,26 +179,10 @@ class Adder:
         future.set_result(self.reply)
         return future
 
-    def parse(self, text: str) -> ToolRequest | None:
-        return ToolRequest("add", {"sum": text[1:-1]}) if text.startswith("[") and text.endswith("]") else None
-
-    def render(self, reply: ToolReply) -> str:
-        return f">{reply.text}"
-
-    def close(self) -> None:
-        pass
-
-
-class Recorded(RecordedCalls):
-    """Calls that outlive their worker."""
-
-    def calls(self, grant: LeaseGrant) -> list[ToolCall]:
-        return [call for (key, _), call in sorted(self._calls.items()) if key == grant.key]
-
 
 def episodes(judge: Adder, journal: RecordedCalls | None = None, generate=policy, tokens: int = 40, turns: int = 4) -> Episodes:
     codec = TurnCodec(load_tokenizer(SORT_DIGITS), chat_template=False)
-    return Episodes("run", judge, codec, journal or Recorded(), generate, tokens, turns, lambda: 4)
+    return Episodes("run", judge, codec, journal or LastingCalls(), generate, tokens, turns, lambda: 4)
 
 
 def sent_of(folder: Path, result: RewardResult | None) -> Submission | FailureReport:
@@ -471,7 +454,7 @@ def test_bubblewrap_798_a_bound_that_cannot_be_set_blames_no_program(sandbox: Sa
 
 def test_crewai_5802_a_tool_with_effects_is_not_called_twice() -> None:
     """A repetition after a failure did the tool's effect again, for there was no key to know it by."""
-    judge, journal = Adder(pure=False), Recorded()
+    judge, journal = Adder(pure=False), LastingCalls()
     failpoints.arm("worker.tool.after_call=raise")
     outcome_of(lambda: play(episodes(judge, journal), [grant()]))
     failpoints.arm("")

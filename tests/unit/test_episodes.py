@@ -21,7 +21,7 @@ from rollbook.observe.failpoints import FailpointRaised
 from rollbook.rollout.episodes import Episodes, Finished, RecordedCalls, play
 from rollbook.tasks.tokenizer import load_tokenizer
 from rollbook.tasks.turns import TurnCodec
-from rollout_doubles import SORT_DIGITS
+from rollout_doubles import SORT_DIGITS, AddingLanguage, LastingCalls
 
 EOS = 257
 POINTS = ("worker.tool.before_record", "worker.tool.after_record", "worker.tool.after_call", "worker.tool.after_answer")
@@ -63,7 +63,7 @@ class Policy:
         return Generation(request.key, Trajectory(pack_i32(tokens), pack_f32([-0.25] * n), pack_i32([4] * n)), reason)
 
 
-class Judge:
+class Judge(AddingLanguage):
     """A tool that adds, with its effects counted outside, and a reward for the right sum."""
 
     def __init__(self, pure: bool, reply: Callable[[ToolRequest], ToolReply] | None = None) -> None:
@@ -87,27 +87,11 @@ class Judge:
         self.held.append((Future(), answer))
         return self.held[-1][0]
 
-    def parse(self, text: str) -> ToolRequest | None:
-        return ToolRequest("add", {"sum": text[1:-1]}) if text.startswith("[") and text.endswith("]") else None
-
-    def render(self, reply: ToolReply) -> str:
-        return f">{reply.text}"
-
-    def close(self) -> None:
-        pass
-
 
 def done(value):
     future = Future()
     future.set_result(value)
     return future
-
-
-class Recorded(RecordedCalls):
-    """A ledger's table of calls: it outlives the worker."""
-
-    def calls(self, grant: LeaseGrant) -> list[ToolCall]:
-        return [call for (key, _), call in sorted(self._calls.items()) if key == grant.key]
 
 
 def episodes(judge: Judge, journal: RecordedCalls, policy: Policy, *, tokens_max: int = 40, turns_max: int = 4) -> Episodes:
@@ -120,7 +104,7 @@ def life(judge: Judge, journal: RecordedCalls, token: int = 1, **limits: int) ->
 
 def test_a_tools_answer_stands_between_the_turns_and_is_masked_from_the_loss() -> None:
     judge, policy = Judge(pure=True), Policy()
-    over = play(episodes(judge, Recorded(), policy), [grant()])[0]
+    over = play(episodes(judge, LastingCalls(), policy), [grant()])[0]
     turn, reply, last = [*ids("[2+3]"), EOS], ids(">5"), [*ids("=5"), EOS]
     assert list(unpack_i32(over.trajectory.token_ids)) == turn + reply + last
     assert over.trajectory.loss_mask == b"\x01" * len(turn) + b"\x00" * len(reply) + b"\x01" * len(last)
@@ -136,14 +120,14 @@ def test_a_tools_answer_stands_between_the_turns_and_is_masked_from_the_loss() -
 def test_a_single_turn_has_no_mask() -> None:
     judge = Judge(pure=True)
     judge.parse = lambda text: None  # type: ignore[method-assign]
-    over = life(judge, Recorded())
+    over = life(judge, LastingCalls())
     assert over.trajectory.loss_mask == b"" and not judge.effects and over.evidence == {}
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_after_a_death_at_a_pure_tools_call_the_rollout_goes_on_from_what_is_recorded(point: str) -> None:
-    unbroken = life(Judge(pure=True), Recorded())
-    judge, journal = Judge(pure=True), Recorded()
+    unbroken = life(Judge(pure=True), LastingCalls())
+    judge, journal = Judge(pure=True), LastingCalls()
     failpoints.arm(f"{point}=raise")
     with pytest.raises(FailpointRaised):
         life(judge, journal)
@@ -158,7 +142,7 @@ def test_after_a_death_at_a_pure_tools_call_the_rollout_goes_on_from_what_is_rec
 
 @pytest.mark.parametrize("point", POINTS)
 def test_an_impure_tool_has_one_effect_per_slot_and_call_whenever_its_worker_dies(point: str) -> None:
-    judge, journal = Judge(pure=False), Recorded()
+    judge, journal = Judge(pure=False), LastingCalls()
     failpoints.arm(f"{point}=raise")
     with pytest.raises(FailpointRaised):
         life(judge, journal)
@@ -175,7 +159,7 @@ def test_an_impure_tool_has_one_effect_per_slot_and_call_whenever_its_worker_die
 @pytest.mark.parametrize("pure", [True, False])
 def test_an_infrastructure_failure_of_a_tool_is_never_text_and_never_a_reward(pure: bool) -> None:
     judge = Judge(pure, lambda request: ToolReply("sandbox is on fire", SandboxStatus.INFRA_SPAWN, failed=True, reason="no slot"))
-    journal = Recorded()
+    journal = LastingCalls()
     over = life(judge, journal)
     assert over.result is None and over.final is not pure and over.sandbox_status is SandboxStatus.INFRA_SPAWN
     assert "no slot" in over.reason and b"fire" not in bytes(i for i in unpack_i32(over.trajectory.token_ids) if i < 256)
@@ -184,18 +168,18 @@ def test_an_infrastructure_failure_of_a_tool_is_never_text_and_never_a_reward(pu
 
 def test_turns_and_room_are_bounded_and_what_was_said_is_judged() -> None:
     judge = Judge(pure=True)
-    assert life(judge, Recorded(), turns_max=1).finish_reason is FinishReason.TURNS and not judge.effects
-    assert life(judge, Recorded(), tokens_max=3).finish_reason is FinishReason.LENGTH
-    no_room = life(judge, Recorded(), tokens_max=8)
+    assert life(judge, LastingCalls(), turns_max=1).finish_reason is FinishReason.TURNS and not judge.effects
+    assert life(judge, LastingCalls(), tokens_max=3).finish_reason is FinishReason.LENGTH
+    no_room = life(judge, LastingCalls(), tokens_max=8)
     assert no_room.finish_reason is FinishReason.LENGTH and no_room.trajectory.n_tokens == 6, "the answer does not fit"
     assert no_room.result is not None and no_room.result.value == 0.0
-    assert life(judge, Recorded(), tokens_max=9).trajectory.n_tokens == 9
+    assert life(judge, LastingCalls(), tokens_max=9).trajectory.n_tokens == 9
 
 
 def test_while_one_episode_waits_for_a_tool_the_others_are_generated() -> None:
     judge, policy = Judge(pure=True), Policy()
     judge.held = []
-    turn = episodes(judge, Recorded(), policy)
+    turn = episodes(judge, LastingCalls(), policy)
     turn.add([grant(0)])
     assert turn.advance() == [] and turn.waiting
     turn.add([grant(1, prompt="4+4")])
@@ -214,7 +198,7 @@ def test_while_one_episode_waits_for_a_tool_the_others_are_generated() -> None:
 def test_a_lease_that_is_lost_while_its_tool_runs_is_let_go_and_a_judged_one_is_handed_over() -> None:
     judge = Judge(pure=True)
     judge.held = []
-    turn = episodes(judge, Recorded(), Policy())
+    turn = episodes(judge, LastingCalls(), Policy())
     turn.add([grant(0)])
     turn.advance()
     turn.is_usable = lambda grant: False
@@ -222,7 +206,7 @@ def test_a_lease_that_is_lost_while_its_tool_runs_is_let_go_and_a_judged_one_is_
 
 
 def test_a_slot_that_somebody_else_holds_is_left_to_him() -> None:
-    class Taken(Recorded):
+    class Taken(LastingCalls):
         def record(self, call: ToolCall, grant: LeaseGrant) -> ToolCall:
             raise Fenced("newer lease")
 
@@ -233,7 +217,7 @@ def test_a_slot_that_somebody_else_holds_is_left_to_him() -> None:
 
 
 def test_another_request_than_the_recorded_one_ends_the_rollout_without_a_reward() -> None:
-    journal = Recorded()
+    journal = LastingCalls()
     life(Judge(pure=True), journal)
     stored = journal.calls(grant())[0]
     journal._calls[stored.key, 0] = dataclasses.replace(stored, request_digest="other")
@@ -243,7 +227,7 @@ def test_another_request_than_the_recorded_one_ends_the_rollout_without_a_reward
 
 
 def test_a_prefix_of_a_closed_lineage_is_not_gone_on_from() -> None:
-    journal = Recorded()
+    journal = LastingCalls()
     life(Judge(pure=True), journal)
     stored = journal.calls(grant())[0]
     n = stored.prefix.n_tokens
@@ -255,7 +239,7 @@ def test_a_prefix_of_a_closed_lineage_is_not_gone_on_from() -> None:
 
 
 def test_a_closed_journal_answers_what_is_recorded_and_runs_nothing() -> None:
-    journal = Recorded()
+    journal = LastingCalls()
     first = life(Judge(pure=True), journal)
     judge = Judge(pure=True)
     again = life(judge, RecordedCalls(journal.calls(grant()), closed=True))
@@ -269,5 +253,5 @@ def test_a_closed_journal_answers_what_is_recorded_and_runs_nothing() -> None:
 def test_a_reward_without_a_value_stays_without_one() -> None:
     judge = Judge(pure=True)
     judge.score = lambda episode, *, key, seed: done(RewardResult(None, RewardStatus.TIMEOUT, "hung"))  # type: ignore[method-assign]
-    over = life(judge, Recorded())
+    over = life(judge, LastingCalls())
     assert over.result is not None and over.result.value is None and over.result.status is RewardStatus.TIMEOUT

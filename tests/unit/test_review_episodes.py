@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from test_episodes import Judge, Recorded, grant, life
+from test_episodes import Judge, grant, life
 
 from rollbook.core.environments import ToolReply, ToolRequest
+from rollout_doubles import LastingCalls
 
 
 @pytest.mark.parametrize("pure", [True, False])
@@ -19,7 +20,7 @@ def test_half_a_character_in_a_request_or_an_answer_ends_no_worker(pure: bool) -
     judge = Judge(pure, reply)
     real = judge.parse
     judge.parse = lambda text: real(text) and ToolRequest("add", {"sum": "\ud800"})  # type: ignore[method-assign]
-    journal = Recorded()
+    journal = LastingCalls()
     over = life(judge, journal)
     assert over.result is not None and over.result.value == 0.0 and len(judge.scored[0].turns) == 2
     assert seen == [ToolRequest("add", {"sum": "\ud800"})]

@@ -170,9 +170,10 @@ def write_report(config: Config, ledger: LedgerPort, out_dir: Path) -> Path:
 
     metrics = ledger.step_metrics(ledger.resume_point().lineage)
     print(terminal_curve([m["reward_mean"] for m in metrics if m.get("reward_mean") is not None]))
-    for line in alarm_lines(ledger.survival()):
+    counts = ledger.survival()
+    for line in alarm_lines(counts):
         print(line)
-    return write(config, ledger, metrics, out_dir)
+    return write(config, ledger, metrics, out_dir, counts)
 
 
 def evaluate(args: argparse.Namespace) -> int:

@@ -127,7 +127,9 @@ class Sandbox(Protocol):
 
     def run(self, program: Program, limits: Limits, data: bytes = b"") -> Execution:
         """Start a job, send ``data``, wait."""
-        ...
+        job = self.start(program, limits)
+        job.send(data)
+        return job.wait()
 
     def close(self) -> None:
         """End every job and every process of the backend."""

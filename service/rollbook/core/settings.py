@@ -112,8 +112,6 @@ class SandboxConfig:
     """Output of a job."""
     disk_mb: int = 32
     """Scratch space of a job."""
-    attempts_max: int = 3
-    """Fresh sandboxes tried after infrastructure failures, before there is no verdict."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,21 +128,14 @@ class Breaker(Feeding):
         )
         return 0 if conn.execute(held).scalar_one() else 1
 
-    def _broken(self, txn: Txn) -> str:
-        """Why nothing may be planned now; empty while the breaker is closed."""
-        state = self._breaker(txn.conn)
-        if not state.is_open:
-            return ""
+    def _why_broken(self, txn: Txn, state: BreakerState) -> str:
+        """Why nothing may be planned while the breaker is open."""
         d = state.detail
         return (
             f"the circuit breaker is open since {(txn.now_us - state.since_us) / 1e6:.0f} s: {d['failed']} of the newest "
             f"{d['outcomes']} rollouts had no verdict because infrastructure failed, the last one: {d['last']}. It closes when "
             f"{PROBES} probes in a row succeed"
         )
-
-    def _broken_too_long(self, txn: Txn) -> bool:
-        state = self._breaker(txn.conn)
-        return state.is_open and txn.now_us - state.since_us > self.rules.breaker_pause_s * 1e6
 
 
 def silent_failure(row: Any) -> FailureReport:

@@ -34,6 +34,7 @@ from rollbook.core.records import (
 from rollbook.core.staleness import base_version, fixed_ordinals, head_lag, oldest_effective
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import pairs, unavailable_when_closed
+from rollbook.ledger.breaker import BreakerState
 from rollbook.ledger.submitting import Submitting, orphan_reason, unpack_versions
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -98,18 +99,22 @@ class Planning(Submitting):
         if self.rules.steps > 0 and step > self.rules.steps:
             raise InvalidRequest(f"step {step} is beyond run.steps = {self.rules.steps}")
         self._expire(txn)
-        broken = self._broken(txn)
-        chosen: list[int] | RunPaused | str = broken
-        if not broken or not self._can_probe(txn):
-            chosen = self._choose_fixed(txn, step) if self._is_fixed else self._choose_bounded(txn, step)
+        breaker = self._breaker(txn.conn)
+        if breaker.is_open and self._can_probe(txn):
+            return self._wait_for_breaker(txn, step, breaker)
+        chosen = self._choose_fixed(txn, step) if self._is_fixed else self._choose_bounded(txn, step)
         if isinstance(chosen, list):
-            if broken:  # nothing can be sampled before this step is trained, so no probe would ever close it
-                self._close_breaker(txn, self._breaker(txn.conn), unprobed=True)
+            if breaker.is_open:  # nothing can be sampled before this step is trained, so no probe would ever close it
+                self._close_breaker(txn, breaker, unprobed=True)
             return self._write_plan(txn, term, lineage, step, chosen)
-        if broken and isinstance(chosen, str):
-            too_long = self._broken_too_long(txn)
-            return RunPaused(f"step {step}: {broken}; repair what failed and start the run again") if too_long else broken
-        return chosen
+        return self._wait_for_breaker(txn, step, breaker) if breaker.is_open and isinstance(chosen, str) else chosen
+
+    def _wait_for_breaker(self, txn: Txn, step: int, breaker: BreakerState) -> RunPaused | str:
+        """Why the step is not planned yet, or after ``breaker_pause_s`` the pause of the run."""
+        why = self._why_broken(txn, breaker)
+        if txn.now_us - breaker.since_us > self.rules.breaker_pause_s * 1e6:
+            return RunPaused(f"step {step}: {why}; repair what failed and start the run again")
+        return why
 
     def _write_plan(self, txn: Txn, term: RoleTerm, lineage: int, step: int, ordinals: Sequence[int]) -> Plan:
         run_id, s = self.run.run_id, t.sample.c

@@ -23,7 +23,7 @@ from rollbook.rollout.judges import open_judge
 from rollbook.rollout.probe import load_verified
 from rollbook.tasks.prompts import make_encoder, prompt_of
 from rollbook.tasks.sources import load_heldout, load_source
-from rollbook.tasks.turns import make_codec
+from rollbook.tasks.turns import TurnCodec, make_codec
 
 if TYPE_CHECKING:
     from rollbook.rollout.transformers_engine import TransformersEngine
@@ -93,11 +93,11 @@ def evaluate_version(config: Config, ledger: LedgerPort, version: int, size: int
             )
             for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
         ]  # fmt: skip
-        judge = open_judge(config).judge
+        codec, judge = make_codec(config), open_judge(config).judge
         try:
             settings = SamplingSettings(config.sampling.temperature, config.sampling.max_new_tokens, config.sampling.ignore_eos)
-            greedy = _mean_reward(config, judge, grants, lambda batch: engine.greedy(batch, settings.max_new_tokens))
-            sampled = _mean_reward(config, judge, grants, lambda batch: engine.generate(batch, settings))
+            greedy = _mean_reward(config, judge, codec, grants, lambda batch: engine.greedy(batch, settings.max_new_tokens))
+            sampled = _mean_reward(config, judge, codec, grants, lambda batch: engine.generate(batch, settings))
         finally:
             judge.close()
     finally:
@@ -105,19 +105,21 @@ def evaluate_version(config: Config, ledger: LedgerPort, version: int, size: int
     return {"version": chosen.version, "digest": chosen.digest, "n": len(tasks), "greedy": greedy, "sampled": sampled}
 
 
-def episodes_of(config: Config, judge: Judge, journal: Journal, version: int, generate: Generate) -> Episodes:
+def episodes_of(
+    config: Config, judge: Judge, codec: TurnCodec, journal: Journal, version: int, generate: Generate
+) -> Episodes:  # fmt: skip
     """Episodes as the run's workers play them, recorded nowhere but in ``journal``."""
     return Episodes(
-        run_id=config.run.id, judge=judge, codec=make_codec(config), journal=journal, generate=generate,
+        run_id=config.run.id, judge=judge, codec=codec, journal=journal, generate=generate,
         tokens_max=config.sampling.max_new_tokens, turns_max=config.environment.turns_max, version=lambda: version,
     )  # fmt: skip
 
 
-def _mean_reward(config: Config, judge: Judge, grants: Sequence[LeaseGrant], generate: Generate) -> float:
+def _mean_reward(config: Config, judge: Judge, codec: TurnCodec, grants: Sequence[LeaseGrant], generate: Generate) -> float:
     """Mean over the tasks that got a verdict; NaN where none did."""
     values: list[float] = []
     for start in range(0, len(grants), BATCH):
         batch = grants[start : start + BATCH]
-        finished = play(episodes_of(config, judge, RecordedCalls(), batch[0].version, generate), batch)
+        finished = play(episodes_of(config, judge, codec, RecordedCalls(), batch[0].version, generate), batch)
         values += [f.result.value for f in finished if f.result is not None and f.result.value is not None]
     return sum(values) / len(values) if values else float("nan")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rollbook.core.config import Config
 from rollbook.core.ports import LedgerPort
@@ -61,8 +62,13 @@ def _image(title: str, png_bytes: bytes) -> str:
     return f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(png_bytes).decode()}">'
 
 
-def write(config: Config, ledger: LedgerPort, metrics: Sequence[dict], out_dir: Path) -> Path:
-    """Write ``report.html``, ``reward.png`` and ``metrics.json``; returns the path of the HTML file."""
+def write(
+    config: Config, ledger: LedgerPort, metrics: Sequence[dict], out_dir: Path, counts: Mapping[str, Any] | None = None
+) -> Path:
+    """Write ``report.html``, ``reward.png`` and ``metrics.json``; returns the path of the HTML file.
+
+    ``counts``: ``ledger.survival()`` where it was read already; it is the longest reading of a large run.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "metrics.json").write_text(json.dumps(list(metrics), indent=1))
     state = ledger.run_status()
@@ -70,7 +76,7 @@ def write(config: Config, ledger: LedgerPort, metrics: Sequence[dict], out_dir: 
     panels = _panels(metrics)
     plot = png(panels, out_dir / "reward.png") if panels else b""
     image = _image("curves by step", plot) if plot else "<p>no steps</p>"
-    counts = ledger.survival()
+    counts = ledger.survival() if counts is None else counts
     bars = survival_panels(counts)
     audit = (
         "clean" if not violations else f"{len(violations)} violations: " + "; ".join(f"{v.promise} {v.check}" for v in violations)

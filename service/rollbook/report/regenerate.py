@@ -16,6 +16,7 @@ from rollbook.report.evaluate import episodes_of, evaluation_worker, load_publis
 from rollbook.rollout.engines import make_engine
 from rollbook.rollout.episodes import Finished, RecordedCalls, play
 from rollbook.rollout.judges import open_judge
+from rollbook.tasks.turns import make_codec
 
 
 def regenerate_sample(config: Config, ledger: LedgerPort, key: SlotKey, engine_name: str = "transformers") -> dict:
@@ -63,7 +64,8 @@ def _played(config: Config, ledger: LedgerPort, engine: Engine, stored: SampleDa
     judge = open_judge(config).judge
     try:
         journal = RecordedCalls(ledger.tool_calls(key), closed=True)
-        episodes = episodes_of(config, judge, journal, version, lambda requests: engine.generate(requests, settings))
+        codec = make_codec(config)
+        episodes = episodes_of(config, judge, codec, journal, version, lambda requests: engine.generate(requests, settings))
         episodes.judged = False
         return play(episodes, [grant])[0]
     finally:

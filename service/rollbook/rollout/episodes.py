@@ -9,6 +9,7 @@ slot's) and R13.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import threading
@@ -289,7 +290,7 @@ class Episodes:
             self._end(episode, None, f"tool {call.tool}, call {call.call_index}: {answer.reason}", answer.sandbox_status, final)
             return
         try:
-            stored = self.journal.record(_with_response(call, reply_to_json(answer)), episode.grant)
+            stored = self.journal.record(dataclasses.replace(call, response_json=reply_to_json(answer)), episode.grant)
         except Fenced:
             self._live.remove(episode)
             return
@@ -371,12 +372,6 @@ class Episodes:
 def _unjudged(error: VerifierError) -> RewardResult:
     """The environment cannot read or write a turn: no verdict."""
     return RewardResult(None, RewardStatus.VERIFIER_ERROR, str(error), blame=Blame.UNCLEAR)
-
-
-def _with_response(call: ToolCall, response_json: str) -> ToolCall:
-    return ToolCall(
-        call.key, call.call_index, call.request_digest, call.prefix, call.tool, call.request_json, response_json
-    )
 
 
 def reply_to_json(reply: ToolReply) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from rollbook.core.records import Blame, RewardStatus
 from rollbook.rollout.episodes import Judge
 from rollbook.sandbox.selection import Selection, select
 from rollbook.tasks.child_client import EnvironmentPool
-from rollbook.tasks.environment import judges_in_process
+from rollbook.tasks.environment import judges_in_process, last_line
 from rollbook.tasks.verifier import make_verifier
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,8 @@ class RewardJudge:
         try:
             result = self._verify(episode.completion, episode.task)
         except VerifierError as error:
-            result = RewardResult(None, RewardStatus.VERIFIER_ERROR, _last_line(error), blame=Blame.UNCLEAR)
+            told = last_line(error) if error.__cause__ else str(error)
+            result = RewardResult(None, RewardStatus.VERIFIER_ERROR, told, blame=Blame.UNCLEAR)
         future: Future[RewardResult] = host().future()
         future.set_result(dataclasses.replace(result, evidence=result.evidence[:_REASON_CHARS_MAX]))
         return future
@@ -101,12 +101,3 @@ def open_judge(config: Config, log_path: Path | None = None) -> Opened:
 
     pool = EnvironmentPool(config, backend, log_path, faults=log_path is not None)
     return Opened(pool, chosen[0] if chosen else None)
-
-
-def _last_line(error: VerifierError) -> str:
-    cause = error.__cause__
-    if cause is None:
-        return str(error)[:_REASON_CHARS_MAX]
-    frames = traceback.extract_tb(cause.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{error}{place}"[:_REASON_CHARS_MAX]

@@ -43,7 +43,7 @@ def run(payload_fd: int, answers_fd: int, claim_fd: int) -> None:
     try:
         exec(compile(source, "<program>", "exec"), main.__dict__)
         if "serve" in setup:
-            setup["serve"](main.__dict__, lambda line: _write_all(answers_fd, line + b"\n"))
+            setup["serve"](main.__dict__, lambda line: write_all(answers_fd, line + b"\n"))
     except BaseException as error:  # noqa: BLE001 - model-written code raises what it likes
         claim = _claim_of(error)
     with contextlib.suppress(BaseException):
@@ -53,7 +53,7 @@ def run(payload_fd: int, answers_fd: int, claim_fd: int) -> None:
         return  # a child of the program has come here as well: its end is not the program's
     if claim.get("errno") == errno.EAGAIN:
         time.sleep(COUNT_S)
-    _write_all(claim_fd, json.dumps(claim).encode()[:CLAIM_BYTES_MAX])
+    write_all(claim_fd, json.dumps(claim).encode()[:CLAIM_BYTES_MAX])
 
 
 def _claim_of(error: BaseException) -> dict:
@@ -75,7 +75,8 @@ def _claim_of(error: BaseException) -> dict:
     return {"end": end, "errno": number, "text": f"{said[:_TEXT_MAX]} (line {line})"}
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, however little a call takes."""
     while data:
         data = data[os.write(fd, data) :]
 

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from rollbook.sandbox.cgroups import Groups
-from rollbook.sandbox.job import CLAIM_BYTES_MAX, READY
+from rollbook.sandbox.job import CLAIM_BYTES_MAX, READY, write_all
 
 TICK_S = 0.05
 SETUP_S = 10.0
@@ -238,6 +238,4 @@ def size_of(directory: str) -> int:
 
 def write_report(fd: int, report: dict) -> None:
     """Hand the report to the owner."""
-    data = json.dumps(report).encode()
-    while data:
-        data = data[os.write(fd, data) :]
+    write_all(fd, json.dumps(report).encode())

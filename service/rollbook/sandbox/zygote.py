@@ -21,10 +21,10 @@ import rollbook
 from rollbook.core.errors import ConfigError
 from rollbook.core.host import host
 from rollbook.core.records import SandboxStatus
-from rollbook.core.sandboxing import Execution, Job, Limits, Program
+from rollbook.core.sandboxing import Job, Limits, Program, Sandbox
 from rollbook.observe.failpoints import failpoint
 from rollbook.sandbox import bubblewrap
-from rollbook.sandbox.job import payload_of
+from rollbook.sandbox.job import payload_of, write_all
 from rollbook.sandbox.piped import EndedJob, PipedJob, Pipes
 from rollbook.sandbox.zygote_main import SLOTS_MAX
 
@@ -101,8 +101,8 @@ class _Zygote:
         return self._process.stderr.read(4000).decode("utf-8", "replace").strip()[-500:]
 
 
-class ZygoteSandbox:
-    """Implements ``core.sandboxing.Sandbox``."""
+class ZygoteSandbox(Sandbox):
+    """The backends of this package."""
 
     def __init__(self, name: str, slots: int) -> None:
         """Raises: ConfigError (the backend cannot work on this machine)."""
@@ -135,12 +135,6 @@ class ZygoteSandbox:
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread to be had, or a failpoint
             self._give_slot(slot)
             return EndedJob(SandboxStatus.INFRA_SPAWN, f"{type(error).__name__}: {error}", self.name)
-
-    def run(self, program: Program, limits: Limits, data: bytes = b"") -> Execution:
-        """Start a job, send ``data``, wait."""
-        job = self.start(program, limits)
-        job.send(data)
-        return job.wait()
 
     def close(self) -> None:
         """End every job and every zygote."""
@@ -186,7 +180,7 @@ class ZygoteSandbox:
         payload = os.memfd_create("payload")
         theirs, ours = [payload], []
         try:
-            _write_all(payload, payload_of(program.source, program.setup, dict(program.files)))
+            write_all(payload, payload_of(program.source, program.setup, dict(program.files)))
             os.lseek(payload, 0, os.SEEK_SET)
             for name in Pipes.NAMES:
                 read, write = os.pipe()
@@ -222,9 +216,3 @@ class ZygoteSandbox:
                 with contextlib.suppress(KeyError):
                     self._zygotes.pop(hash_seed).close()
                 self._zygote(hash_seed).fork(request, fds)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -11,7 +11,6 @@ no alarm signals: bounds are kept by whoever asks. Upholds P6: an exception is a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import select
@@ -23,6 +22,8 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rollbook.sandbox import kernel
+
 if TYPE_CHECKING:  # the guardian stays small: what the server needs is imported after the fork
     from rollbook.core.config import Config
     from rollbook.core.environments import Context
@@ -30,8 +31,6 @@ if TYPE_CHECKING:  # the guardian stays small: what the server needs is imported
     from rollbook.tasks.environment import CompleteEnvironment
     from rollbook.tasks.wire import Channel
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 THREADS = 32
 """Functions that are no coroutines run in so many threads at most."""
 ROWS_MAX = 2_000_000
@@ -46,9 +45,8 @@ _ROWS_BYTES = 1 << 20
 def main() -> None:
     """Arguments: file descriptors of the control and the request socket, and the pid of the worker."""
     control, requests, owner = (int(argument) for argument in sys.argv[1:4])
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
@@ -64,7 +62,7 @@ def main() -> None:
             signal.signal(number, signal.SIG_DFL)
         for fd in (control, awake, wake):
             os.close(fd)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guardian:
             _serve(requests)
         os._exit(0)

@@ -73,15 +73,20 @@ def normalised(result: Any, who: str) -> RewardResult:
         if given.value is None:
             return given
         result = given.value
-    try:
-        if isinstance(result, str | bytes):
-            raise TypeError("text is not a reward")
-        value = float(result)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise VerifierError(f"{who} returned {result!r:.80}, expected a number or a RewardResult") from error
+    value = as_float(result, who, "a number or a RewardResult")
     if not math.isfinite(value):
         return RewardResult(None, RewardStatus.VERIFIER_ERROR, f"{who} returned {value}")
     return RewardResult(value) if given is None else dataclasses.replace(given, value=value)
+
+
+def as_float(result: Any, who: str, expected: str) -> float:
+    """What ``who`` returned as a number, which may be infinite or none. Raises VerifierError saying what was expected."""
+    try:
+        if isinstance(result, str | bytes):
+            raise TypeError("text is not a number")
+        return float(result)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise VerifierError(f"{who} returned {result!r:.80}, expected {expected}") from error
 
 
 def _check_types(result: RewardResult, who: str) -> None:

@@ -14,6 +14,7 @@ from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError, TaskError, VerifierError
 from rollbook.tasks.importing import near
 from rollbook.tasks.sources import read_rows, shape_of
+from rollbook.tasks.verifier import as_float
 
 FIELD = "environment.name"
 
@@ -61,12 +62,7 @@ def tasks_in_files(config: Config, split: str) -> Iterator[dict[str, Any]]:
 
 def number(value: Any, who: str) -> float:
     """A finite number that a foreign function returned. Raises VerifierError."""
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError("text is not a number")
-        converted = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise VerifierError(f"{who} returned {value!r:.80}, expected a number") from error
+    converted = as_float(value, who, "a number")
     if not math.isfinite(converted):
         raise VerifierError(f"{who} returned {converted}, which is no reward")
     return converted

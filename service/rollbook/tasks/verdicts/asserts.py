@@ -21,7 +21,7 @@ from rollbook.core.records import Blame, SandboxStatus
 from rollbook.core.sandboxing import Execution, Job, Limits, Program, Sandbox
 from rollbook.tasks.verdicts.candidate import Candidate
 from rollbook.tasks.verdicts.values import Unreadable, setup_of
-from rollbook.tasks.verdicts.verdict import Verdict, asked_again, counted, line_wait_s, model_failed, no_more_answers
+from rollbook.tasks.verdicts.verdict import Verdict, counted, line_wait_s, model_failed, no_more_answers, settled
 
 CALLS_MAX = 100_000
 JUDGE_CPU_S = 10.0
@@ -105,7 +105,7 @@ def judge_asserts(
             candidate.job.kill()
         return candidate.close(verdict)
 
-    return asked_again(once, attempts_max)
+    return settled(once, attempts_max)
 
 
 def _gate(sandbox: Sandbox) -> threading.Condition:

@@ -15,7 +15,7 @@ from rollbook.core.sandboxing import Limits, Sandbox
 from rollbook.tasks.verdicts.candidate import Candidate
 from rollbook.tasks.verdicts.plain import Unplain
 from rollbook.tasks.verdicts.values import Unreadable, encode, is_plain, same
-from rollbook.tasks.verdicts.verdict import Verdict, asked_again, counted, model_failed, no_more_answers
+from rollbook.tasks.verdicts.verdict import Verdict, counted, model_failed, no_more_answers, settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +63,4 @@ def judge_functions(
             candidate.job.kill()
         return candidate.close(counted(passed, len(coded), first, raised=raised))
 
-    return asked_again(once, attempts_max)
+    return settled(once, attempts_max)

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollbook.core.host import host
 from rollbook.core.records import Blame, SandboxStatus
 from rollbook.core.sandboxing import Execution, Limits, blame_of
+from rollbook.sandbox.retry import asked_again
 
-PAUSE_S = 0.1
-"""Before the second attempt; doubles with each."""
 END_S = 60.0
 """Longest beyond its wall time that a job's end is waited for, set-up included: its owner ends it before that."""
 
@@ -80,15 +78,8 @@ def line_wait_s(limits: Limits) -> float:
     return limits.wall_s + END_S
 
 
-def asked_again(attempt: Callable[[], Verdict], attempts_max: int) -> Verdict:
-    """The first verdict that says something about the program: infrastructure's failures are repeated, unclear ones once."""
-    n = unclear = 0
-    while True:
-        n += 1
-        verdict = attempt()
-        unclear += verdict.blame is Blame.UNCLEAR
-        if verdict.blame is Blame.INFRA and n < attempts_max:
-            host().sleep(PAUSE_S * 2 ** (n - 1))
-        elif not (verdict.blame is Blame.UNCLEAR and unclear == 1):
-            verdict.evidence["attempts"] = n
-            return verdict
+def settled(attempt: Callable[[], Verdict], attempts_max: int) -> Verdict:
+    """The verdict that stands after failures that were not the program's were tried again."""
+    verdict, n = asked_again(attempt, attempts_max)
+    verdict.evidence["attempts"] = n
+    return verdict
