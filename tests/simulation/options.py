@@ -80,7 +80,6 @@ UNREACHED = {
     "worker.tool.after_record": "simulated tasks have no tools: tests/unit/test_episodes.py",
     "worker.tool.after_call": "simulated tasks have no tools: tests/unit/test_episodes.py",
     "worker.tool.after_answer": "simulated tasks have no tools: tests/unit/test_episodes.py",
-    "sandbox.before_spawn": "simulated tasks have no code: tests/sandbox/test_zygote.py",
     "ledger.open.after_revision": "the configuration does not change here: tests/contract/test_ledger_crash_points.py",
 }
 """Windows that simulated runs do not come by, why, and where a process dies in them instead."""
