@@ -14,7 +14,7 @@ import pytest
 from environment_support import alive, eventually, said, scripted
 
 from rollbook.core.environments import RewardResult, ToolReply, ToolRequest
-from rollbook.core.errors import ConfigError, RestartBudgetSpent, VerifierError
+from rollbook.core.errors import ConfigError, RestartBudgetSpent, Unavailable, VerifierError
 from rollbook.core.records import Blame, RewardStatus, SandboxStatus
 from rollbook.tasks import child_client, child_pool, child_process
 from rollbook.tasks.child_client import EnvironmentPool
@@ -344,6 +344,7 @@ def test_a_parse_that_hangs_is_an_error(pool: EnvironmentPool, monkeypatch: pyte
         ("import no_such_library\n", "No module named 'no_such_library'"),
         ("import sys; sys.exit(3)\n", "SystemExit: 3"),
         ("import os\nprint('last words')\nos._exit(3)\n", "exit code 3; it said last: last words"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "killed by SIGSEGV"),
         ("class Mine:\n    def scores(self, episode, context): pass\n", "without score(episode, context)"),
     ],
 )
@@ -354,6 +355,97 @@ def test_an_environment_that_cannot_be_opened_is_refused_with_the_cause(tmp_path
         EnvironmentPool(make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"}))
     assert told in str(caught.value)
     assert threading.active_count() == before
+
+
+ONCE = """
+import os, signal, time
+from pathlib import Path
+class Mine:
+    needs_sandbox = False
+    async def score(self, episode, context):
+        return 1
+mark = Path(__file__).with_name("mark")
+if not mark.exists():
+    mark.touch()
+    {fault}
+"""
+FAULTS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "terminated": "os.kill(os.getpid(), signal.SIGTERM)",
+    "guardian killed": "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_process_that_is_killed_while_it_opens_is_no_wrong_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    (tmp_path / "mine.py").write_text(ONCE.format(fault=fault))
+    if "SIGSTOP" in fault:
+        monkeypatch.setattr(child_pool, "OPEN_S", 3.0)
+    pool = EnvironmentPool(make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"}))
+    try:
+        assert (tmp_path / "mark").exists() and judge(pool, "one").value == 1.0
+    finally:
+        pool.close()
+
+
+def test_a_pool_whose_processes_are_killed_before_they_are_open_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_pool, "OPENINGS_MAX", 2)
+    (tmp_path / "mine.py").write_text(ONCE.format(fault=FAULTS["killed"]).replace("mark.touch()", "pass"))
+    before = threading.active_count()
+    with pytest.raises(RestartBudgetSpent, match="cannot be started any more: killed by SIGKILL"):
+        EnvironmentPool(make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"}))
+    assert threading.active_count() == before
+
+
+def test_a_process_that_cannot_be_started_at_first_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
+    def start(*arguments: object) -> child_process.ChildProcess:
+        starts.append(arguments)
+        if len(starts) == 1:
+            raise OSError("no more processes")
+        return child_process.ChildProcess(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(child_pool, "ChildProcess", start)
+    pool = EnvironmentPool(scripted(tmp_path))
+    try:
+        assert judge(pool, "one").value == 1.0 and len(starts) > 1
+    finally:
+        pool.close()
+
+
+def test_a_sandbox_that_cannot_be_chosen_now_is_chosen_later(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ONCE.format(fault="pass").replace("needs_sandbox = False", "needs_sandbox = True"))
+    asked = []
+
+    def choose() -> str:
+        asked.append(None)
+        if len(asked) == 1:
+            raise Unavailable("the attacks were disturbed")
+        return "unsafe"
+
+    pool = EnvironmentPool(make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"}), choose)
+    try:
+        assert judge(pool, "one").value == 1.0 and len(asked) == 2
+    finally:
+        pool.close()
+
+
+def test_a_sandbox_whose_trial_is_killed_is_made_later(tmp_path: Path) -> None:
+    patch = """
+    from rollbook.sandbox import zygote
+    zygote._TRIAL = "import os; os.kill(os.getpid(), 9)"
+"""
+    body = ONCE.format(fault=patch.strip()).replace("needs_sandbox = False", "needs_sandbox = True")
+    (tmp_path / "mine.py").write_text(body)
+    pool = EnvironmentPool(make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"}), lambda: "unsafe")
+    try:
+        assert (tmp_path / "mark").exists() and judge(pool, "one").value == 1.0
+    finally:
+        pool.close()
 
 
 def test_an_environment_that_needs_a_sandbox_is_refused_where_there_is_none(tmp_path: Path) -> None:

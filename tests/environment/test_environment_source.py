@@ -11,7 +11,8 @@ from environment_support import alive
 from rollbook.cli.record import input_digests
 from rollbook.core import changes
 from rollbook.core.config import Config
-from rollbook.core.errors import ConfigError, TaskError
+from rollbook.core.errors import ConfigError, TaskError, Unavailable
+from rollbook.tasks import environment_tasks
 from rollbook.tasks.environment_tasks import check_environment, read_tasks
 from rollbook.tasks.sources import load_heldout, load_source
 from task_fixtures import make_config, write_byte_tokenizer
@@ -75,6 +76,7 @@ def test_an_environment_may_have_no_heldout_tasks(tmp_path: Path) -> None:
         ("yield {'prompt': 'a'}; raise OSError('no disk')", "load('train') raised OSError: no disk"),
         ("raise SystemExit(0)", "raised SystemExit: 0"),
         ("print('last words', flush=True); os._exit(4)", "its process ended: exit code 4; it said last: last words"),
+        ("import signal; os.kill(os.getpid(), signal.SIGSEGV)", "its process ended: killed by SIGSEGV"),
         ("return None", "load('train') raised TypeError"),
         ("return []", "load('train') gives no tasks"),
     ],
@@ -83,6 +85,24 @@ def test_what_is_no_task_is_refused_by_its_number(tmp_path: Path, load: str, sai
     with pytest.raises(TaskError) as caught:
         load_source(mine(tmp_path, f"\n    def load(self, split):\n        {load}\n"))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("pid", ["os.getpid()", "os.getppid()"], ids=["server", "guardian"])
+def test_a_process_that_somebody_kills_says_nothing_about_the_tasks(tmp_path: Path, pid: str) -> None:
+    kill = f"os.kill({pid}, 9); time.sleep(60)"
+    with pytest.raises(Unavailable, match=r"load\('train'\): its process ended: .*killed"):
+        load_source(mine(tmp_path, f"\n    def load(self, split):\n        {kill}\n"))
+    with pytest.raises(Unavailable, match="its process ended: .*killed"):
+        check_environment(mine(tmp_path, f"\n{kill}\n"))
+
+
+def test_a_process_that_cannot_be_started_says_nothing_about_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*arguments: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(environment_tasks, "ChildProcess", start)
+    with pytest.raises(Unavailable, match="no process can be started: no more processes"):
+        load_source(mine(tmp_path, GOOD))
 
 
 def test_an_environment_without_load_cannot_be_the_source(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from rollbook.cli.main import main
-from rollbook.core.errors import ConfigError
+from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.core.sandboxing import Limits, Program
 from rollbook.core.settings import SandboxConfig
+from rollbook.sandbox import selection as selecting
+from rollbook.sandbox.attacks.probe import Result
 from rollbook.sandbox.attacks.suite import ATTACKS
-from rollbook.sandbox.selection import CANDIDATES, Selection, kept, key_of, make_sandbox, select
+from rollbook.sandbox.selection import CANDIDATES, Examination, Selection, kept, key_of, make_sandbox, select
 
 LEAKY = "weak_backends:leaky_network"
 
@@ -41,6 +43,46 @@ def test_a_named_backend_that_lets_an_attack_escape_is_refused_by_name_of_the_at
 def test_a_backend_that_cannot_be_made_is_refused_with_its_reason() -> None:
     with pytest.raises(ConfigError, match="nosuch"):
         select(SandboxConfig(), candidates=("nosuch",))
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [("suite_killed", "the attack suite ended with 137"), ("trial_killed", "its trial was killed")],
+)
+def test_a_pass_that_is_killed_is_no_verdict(tmp_path: Path, backend: str, said: str) -> None:
+    with pytest.raises(Unavailable, match=f"no backend contains the attacks here[\\s\\S]*{said}"):
+        select(SandboxConfig(backend=f"weak_backends:{backend}"), tmp_path)
+    assert list(tmp_path.glob("*.json")) == []
+
+
+def test_a_pass_that_has_no_time_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selecting, "PASS_S", 0.2)
+    with pytest.raises(Unavailable, match="did not end within 0 s"):
+        select(SandboxConfig(backend="zygote"))
+
+
+@pytest.mark.parametrize(
+    ("untried", "kind"),
+    [((["a"], ["b"]), Unavailable), ((["a", "b"], ["b"]), Unavailable), ((["a"], ["a"]), ConfigError), ((["a"], []), None)],
+)
+def test_what_cannot_be_tried_twice_in_the_same_way_is_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, untried: tuple[list[str], list[str]], kind: type[Exception] | None
+) -> None:
+    """What disturbed a pass once does not disturb the next one in the same place; what this machine lacks does."""
+    passes = [Examination("zygote", tuple(Result(n, None if n in names else True, "", 0.0) for n in "ab")) for names in untried]
+    monkeypatch.setattr(selecting, "examine", lambda backend: passes.pop(0))
+    if kind is None:
+        assert select(SandboxConfig(backend="zygote")).backend == "zygote"
+        return
+    with pytest.raises(kind, match="could not be tried"):
+        select(SandboxConfig(backend="zygote"))
+
+
+def test_an_escape_stands_however_the_others_were_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaks = Examination("zygote", (Result("a", False, "it came out", 0.0), Result("b", None, "lost", 0.0)))
+    monkeypatch.setattr(selecting, "examine", lambda backend: leaks)
+    with pytest.raises(ConfigError, match="a escaped"):
+        select(SandboxConfig(backend="zygote"))
 
 
 def test_a_result_is_used_again_until_something_it_holds_for_changes(tmp_path: Path) -> None:

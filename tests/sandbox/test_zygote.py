@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.core.errors import ConfigError, RollbookError, Unavailable
 from rollbook.core.records import Blame, SandboxStatus
 from rollbook.core.sandboxing import Execution, Limits, Program, Sandbox, blame_of
 from rollbook.observe import failpoints
@@ -179,6 +181,50 @@ def wait_for(true: Callable[[], bool], bound_s: float = 10.0) -> bool:
     while not true() and time.monotonic() < until:
         time.sleep(0.02)
     return true()
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "kind"), [("kill -9 $$", Unavailable), ("exit 3", ConfigError), ("echo wrong >&2; kill -SYS $$", ConfigError)]
+)
+def test_only_a_zygote_that_ended_by_itself_cannot_work_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str, kind: type[RollbookError]
+) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\n{interpreter}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(zygotes, "interpreter", lambda mode: str(script))
+    with pytest.raises(kind, match="sandbox backend 'zygote' cannot work here: .*it ended at once"):
+        make_backend("zygote", 1)
+
+
+@pytest.mark.parametrize(
+    ("trial", "kind"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", Unavailable),
+        ("import os; os.kill(os.getpid(), 31)", ConfigError),
+        ("import no_such_library", ConfigError),
+    ],
+)
+def test_only_a_trial_that_failed_by_itself_tells_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, trial: str, kind: type[RollbookError]
+) -> None:
+    monkeypatch.setattr(zygotes, "_TRIAL", trial)
+    with pytest.raises(kind, match="sandbox backend 'landlock' cannot work here"):
+        make_backend("landlock", 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EMFILE, Unavailable), (errno.ENOMEM, Unavailable), (errno.EPERM, ConfigError)]
+)
+def test_only_what_stays_refused_cannot_work_here(
+    monkeypatch: pytest.MonkeyPatch, number: int, kind: type[RollbookError]
+) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(kind, match=os.strerror(number)):
+        make_backend("zygote", 1)
 
 
 def test_a_dead_zygote_costs_no_verdict() -> None:

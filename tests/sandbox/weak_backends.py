@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 
+from rollbook.core.errors import Unavailable
 from rollbook.core.sandboxing import Job, Limits, Program, Sandbox
 from rollbook.sandbox.backends import make_backend
 
@@ -63,3 +65,13 @@ def leaky_network_called_zygote(slots: int) -> Sandbox:
 
 def leaky_descriptors(slots: int) -> Sandbox:
     return LeakyDescriptors(slots)
+
+
+def suite_killed(slots: int) -> Sandbox:
+    """Whoever attacks it is killed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("nobody comes here")
+
+
+def trial_killed(slots: int) -> Sandbox:
+    raise Unavailable("its trial was killed")

@@ -11,7 +11,7 @@ from rollbook.sandbox.zygote import MODES, ZygoteSandbox
 
 
 def make_backend(name: str, slots: int) -> Sandbox:
-    """A backend of that name. Raises ConfigError (unknown, or it cannot work on this machine)."""
+    """A backend of that name. Raises: ConfigError (unknown, or it cannot work on this machine); Unavailable (killed on trial)."""
     if name not in MODES:
         raise ConfigError(f"sandbox backend {name!r}: one of {', '.join(MODES)}")
     return ZygoteSandbox(name, slots)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollbook.core.errors import ConfigError
+from rollbook.core.errors import ConfigError, RollbookError, Unavailable
 from rollbook.core.host import host
 from rollbook.core.sandboxing import Sandbox
 from rollbook.core.settings import SandboxConfig
@@ -43,6 +43,8 @@ class Examination:
     enforced: tuple[str, ...] = ()
     unavailable: str = ""
     """Why it could not be attacked at all."""
+    cut_short: bool = False
+    """It was killed or ran out of time: that says nothing about the backend."""
 
     def failed(self) -> tuple[str, ...]:
         """Required attacks that were not contained, or could not be tried."""
@@ -55,7 +57,8 @@ class Examination:
     @property
     def disturbed(self) -> bool:
         """Nothing escaped, yet something could not be tried: worth a second pass, never a verdict."""
-        return bool(self.failed()) and all(result.contained is not False for result in self.results if result.required)
+        escaped = any(result.required and result.contained is False for result in self.results)
+        return self.cut_short or (bool(self.failed()) and not escaped)
 
     def why_not(self) -> str:
         """For a human; empty when it contains everything."""
@@ -101,7 +104,7 @@ def _selection_of(value: Mapping[str, Any]) -> Selection:
 
 def _examination_of(value: Mapping[str, Any]) -> Examination:
     results = tuple(Result(**each) for each in value["results"])
-    return Examination(value["backend"], results, tuple(value["enforced"]), value["unavailable"])
+    return Examination(value["backend"], results, tuple(value["enforced"]), value["unavailable"], value["cut_short"])
 
 
 def examine(backend: str, attacks: Sequence[str] = (), control: bool = False, uid: int | None = None) -> Examination:
@@ -125,15 +128,16 @@ def examine(backend: str, attacks: Sequence[str] = (), control: bool = False, ui
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
-        return Examination(backend, unavailable=f"the attack suite did not end within {PASS_S:.0f} s")
+        return Examination(backend, unavailable=f"the attack suite did not end within {PASS_S:.0f} s", cut_short=True)
     try:
         answer = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):
         said = errors.decode("utf-8", "replace").strip()[-300:]
-        return Examination(backend, unavailable=f"the attack suite ended with {child.returncode}: {said}")
+        killed = abs(child.returncode) % 128 in (signal.SIGKILL, signal.SIGTERM)  # an arena says 128 + the number
+        return Examination(backend, unavailable=f"the attack suite ended with {child.returncode}: {said}", cut_short=killed)
     if "error" in answer:
-        return Examination(backend, unavailable=answer["error"])
-    return _examination_of({"backend": backend, "unavailable": "", **answer})
+        return Examination(backend, unavailable=answer["error"], cut_short=answer["cut_short"])
+    return _examination_of({"backend": backend, "unavailable": "", "cut_short": False, **answer})
 
 
 def select(
@@ -141,7 +145,8 @@ def select(
 ) -> Selection:
     """Choose by attack; a result in ``directory`` from the same boot, kernel, user, sources and settings is used again.
 
-    ``fresh`` ignores such a result and replaces it. Raises ConfigError where nothing contains, naming what escaped.
+    ``fresh`` ignores such a result and replaces it. Raises: ConfigError (nothing contains; it names what escaped); Unavailable
+    (nothing was seen to contain, and a pass that could have shown it was disturbed).
     """
     if config.backend == UNSAFE:
         return Selection(UNSAFE, False, (), platform.release(), os.geteuid())
@@ -162,15 +167,18 @@ def select(
 
 def _select(config: SandboxConfig, names: Sequence[str]) -> Selection:
     examined: list[Examination] = []
+    kind: type[RollbookError] = ConfigError
     for name in names:
         examination = examine(name)
         if examination.disturbed:
-            examination = examine(name)
+            first, examination = examination, examine(name)
+            if examination.cut_short or (examination.disturbed and examination.failed() != first.failed()):
+                kind = Unavailable  # what this machine cannot try fails the same attacks twice
         examined.append(examination)
         if (chosen := chosen_of(examined)) is not None:
             return chosen
     why = "\n".join(f"  {each.backend}: {each.why_not()}" for each in examined)
-    raise ConfigError(
+    raise kind(
         f"sandbox.backend = {config.backend!r}: no backend contains the attacks here, so no model-written code is run:\n{why}\n"
         "allow user namespaces, start as root, or see `rollbook doctor --sandbox`; sandbox.backend = 'unsafe' contains nothing"
     )
@@ -185,7 +193,7 @@ def chosen_of(examined: Sequence[Examination]) -> Selection | None:
 
 
 def make_sandbox(config: SandboxConfig, selection: Selection | None = None) -> Sandbox:
-    """A backend as ``selection`` says, or as ``select`` says. Raises ConfigError."""
+    """A backend as ``selection`` says, or as ``select`` says. Raises like it and ``make_backend``."""
     from rollbook.sandbox.backends import make_backend
 
     return make_backend((selection or select(config)).backend, config.slots)
@@ -221,7 +229,7 @@ def kept(path: Path, key: dict[str, Any]) -> Selection | None:
 def _locked(directory: Path) -> Iterator[None]:
     """One selection at a time; the others wait for its result, at most as long as all its passes may take."""
     directory.mkdir(parents=True, exist_ok=True)
-    deadline = host().monotonic() + PASS_S * len(CANDIDATES)
+    deadline = host().monotonic() + 2 * PASS_S * len(CANDIDATES)
     with open(directory / _LOCK, "w") as lock:
         while True:
             try:
@@ -229,6 +237,6 @@ def _locked(directory: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if host().monotonic() > deadline:
-                    raise ConfigError(f"{directory / _LOCK} is held too long: end the process that selects a sandbox") from None
+                    raise Unavailable(f"{directory / _LOCK} is held too long: end the process that selects a sandbox") from None
                 host().sleep(0.1)
         yield

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import rollbook
-from rollbook.core.errors import ConfigError
+from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.core.host import host
 from rollbook.core.records import SandboxStatus
-from rollbook.core.sandboxing import Job, Limits, Program, Sandbox
+from rollbook.core.sandboxing import Execution, Job, Limits, Program, Sandbox
 from rollbook.observe.failpoints import failpoint
 from rollbook.sandbox import bubblewrap
 from rollbook.sandbox.job import payload_of, write_all
@@ -34,6 +36,8 @@ SLOT_WAIT_S = 120.0
 """Longest that a job waits for a slot before it says ``infra_overload``."""
 MODES = {"zygote": "namespaces", "bubblewrap": "bubblewrap", "landlock": "landlock", "unsafe": "nothing"}
 
+_PASSING_ERRNOS = frozenset({errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Why a zygote could not be started although the backend may well work here; EINTR stands for one that was killed."""
 
 _TRIAL = "import importlib\nfor name in ('wave', 'mailbox', '_sqlite3', '_bz2'):\n  importlib.import_module(name)"
 """Modules that no zygote has imported: where they cannot be found, right programs would fail as wrong ones."""
@@ -48,6 +52,13 @@ def interpreter(mode: str) -> str:
         return sys.executable
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return shutil.which(version, path="/usr/local/bin:/usr/bin") or sys.executable
+
+
+def _passes(tried: Execution) -> bool:
+    """Whether a trial that went wrong says nothing about the machine: it was killed, or got no time."""
+    if tried.status in (SandboxStatus.CRASHED, SandboxStatus.INFRA_SETUP):
+        return tried.signal == signal.SIGKILL
+    return tried.status in (SandboxStatus.INFRA_LOST, SandboxStatus.TIMEOUT_WALL)
 
 
 class _Zygote:
@@ -76,7 +87,8 @@ class _Zygote:
             said = {"error": f"it was not ready within {START_S:.0f} s"}
         if "error" in said:
             self.close()
-            raise OSError(f"{said['error']}: {self._last_words()}")
+            why = f"{said['error']}: {self._last_words()}"
+            raise OSError(errno.EINTR, why) if self._process.returncode == -signal.SIGKILL else OSError(why)
 
     @property
     def pid(self) -> int:
@@ -105,7 +117,7 @@ class ZygoteSandbox(Sandbox):
     """The backends of this package."""
 
     def __init__(self, name: str, slots: int) -> None:
-        """Raises: ConfigError (the backend cannot work on this machine)."""
+        """Raises: ConfigError (the backend cannot work on this machine); Unavailable (its trial was killed or never ran)."""
         if not 1 <= slots <= SLOTS_MAX:
             raise ConfigError(f"sandbox.slots = {slots}: 1 to {SLOTS_MAX}")
         self.name, self.slots, self._mode = name, slots, MODES[name]
@@ -117,11 +129,13 @@ class ZygoteSandbox(Sandbox):
         try:
             tried = self._start(self._free.pop(), Program("", setup=_TRIAL), Limits()).wait()
         except OSError as error:
-            raise ConfigError(f"sandbox backend {name!r} cannot work here: {error}") from error
+            kind = Unavailable if error.errno in _PASSING_ERRNOS else ConfigError
+            raise kind(f"sandbox backend {name!r} cannot work here: {error}") from error
         if tried.status is not SandboxStatus.OK:
             self.close()
             said = tried.stderr.decode("utf-8", "replace").strip()[-300:]
-            raise ConfigError(f"sandbox backend {name!r} cannot work here: {tried.status}: {tried.reason}: {said}")
+            kind = Unavailable if _passes(tried) else ConfigError
+            raise kind(f"sandbox backend {name!r} cannot work here: {tried.status}: {tried.reason}: {said}")
 
     def start(self, program: Program, limits: Limits) -> Job:
         """Start a job, or return one that has ended with an ``infra_*`` status."""

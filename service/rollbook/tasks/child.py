@@ -137,6 +137,7 @@ def _serve(fd: int) -> None:
     os.dup2(2, 1)  # what is printed belongs into the log
     import faulthandler
 
+    from rollbook.core.errors import RollbookError
     from rollbook.tasks.wire import Channel
 
     faulthandler.enable()
@@ -150,7 +151,8 @@ def _serve(fd: int) -> None:
     try:
         opened = _open(channel, opening)
     except BaseException as error:  # noqa: BLE001 - the author's code: whatever it raises is told, never obeyed
-        channel.write({"refused": _told(error), "kind": type(error).__name__})
+        again = isinstance(error, RollbookError) and error.retryable
+        channel.write({"refused": _told(error), "kind": type(error).__name__, "again": again})
         return
     if opened is not None:
         _Server(channel, *opened).run()

@@ -26,7 +26,7 @@ from typing import Any
 
 from rollbook.core.errors import ConfigError, RestartBudgetSpent, RollbookError
 from rollbook.core.host import host
-from rollbook.tasks.child_process import ChildProcess
+from rollbook.tasks.child_process import ChildProcess, killed_by_others
 from rollbook.tasks.wire import TEXT_CHARACTERS_MAX
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,8 @@ class Pool:
         Args:
             backend: gives the name of the sandbox backend; asked only when the environment needs one.
 
-        Raises: ConfigError (the environment cannot be opened, with what it said last).
+        Raises: ConfigError (the environment cannot be opened, with what it said last); RestartBudgetSpent (its processes were
+            killed, or could not be started, ``OPENINGS_MAX`` times before one was open).
         """
         self._opening, self._choose_backend, self._log_path = dict(opening), backend, log_path
         self._wanted, self._attempts_max = processes, attempts_max
@@ -234,7 +235,7 @@ class Pool:
             try:
                 process = ChildProcess(self._log_path, self._opening)
             except OSError as error:
-                self._opening_failed(f"no process can be started: {error}")
+                self._opening_failed(f"no process can be started: {error}", again=True)
                 return
             self._seats.append(_Seat(process, self._numbers, now + OPEN_S))
             self.restarts += self._numbers > self._wanted
@@ -286,7 +287,7 @@ class Pool:
         except (ValueError, KeyError) as error:
             how = f"what it sent is no message: {error}"
         if how is not None:
-            self._end(seat, how)
+            self._end(seat, how, killed_by_others(how))
 
     def _heard(self, seat: _Seat, message: dict[str, Any]) -> None:
         if "id" in message:
@@ -298,7 +299,7 @@ class Pool:
                 if message["needs_sandbox"] and self._backend is None:
                     self._backend = self._choose_backend()
             except RollbookError as error:
-                self._refused(seat, str(error))
+                self._refused(seat, str(error), error.retryable)
                 return
             seat.process.send({"backend": self._backend or ""})
         elif "ready" in message:
@@ -307,7 +308,7 @@ class Pool:
             if not self._opened.done() and sum(s.ready for s in self._seats) >= self._wanted:
                 self._opened.set_result(None)
         else:
-            self._refused(seat, message["refused"])
+            self._refused(seat, message["refused"], message["again"])
 
     def _answered(self, seat: _Seat, message: dict[str, Any]) -> None:
         question = seat.asked.get(message["id"])
@@ -349,7 +350,7 @@ class Pool:
         seat.process.bound_log()
         if not seat.ready:
             if now >= seat.opens_until:
-                self._end(seat, f"it was not open after {OPEN_S:.0f} s")
+                self._end(seat, f"it was not open after {OPEN_S:.0f} s", again=True)
             return
         expired = [question for question in seat.asked.values() if now >= question.expires]
         if not expired:
@@ -359,14 +360,14 @@ class Pool:
             return  # that one cannot be asked again, and its own time is bounded
         self._end(seat, "it did not answer in time")
 
-    def _end(self, seat: _Seat, how: str) -> None:
-        """A process that is dead, or shall be."""
+    def _end(self, seat: _Seat, how: str, again: bool = False) -> None:
+        """A process that is dead, or shall be; ``again``: one that dies so while it opens may open next time."""
         now = host().monotonic()
         self._seats.remove(seat)
         last = seat.process.last_lines()
         seat.process.end()
         if not seat.ready:
-            self._opening_failed(f"{how}; it said last: {last}" if last else how)
+            self._opening_failed(f"{how}; it said last: {last}" if last else how, again)
             return
         about = {"event": "environment_process_ended", "how": how, "in_flight": len(seat.asked), "last": last}
         log.warning("environment process ended: %s", how, extra=about)
@@ -383,13 +384,14 @@ class Pool:
         if self._ends > RESTARTS_MAX:
             self._give_up(f"environment processes ended {self._ends} times without one answer, the last one: {how}; {last}")
 
-    def _refused(self, seat: _Seat, reason: str) -> None:
+    def _refused(self, seat: _Seat, reason: str, again: bool) -> None:
         self._seats.remove(seat)
         seat.process.end()
-        self._opening_failed(reason)
+        self._opening_failed(reason, again)
 
-    def _opening_failed(self, reason: str) -> None:
-        if not self._opened.done():
+    def _opening_failed(self, reason: str, again: bool) -> None:
+        """What cannot be opened at first is a wrong configuration; unless ``again``: the next process may do better."""
+        if not again and not self._opened.done():
             self._broken = ConfigError(f"the environment cannot be opened: {reason}")
             return
         self._failed_openings += 1

@@ -25,6 +25,8 @@ from rollbook.tasks import wire
 LOG_BYTES_MAX = 64 << 20
 """A log that environments have filled to this size begins again."""
 
+_KILLED = "it was killed"
+_KILLED_BY_OTHERS = frozenset({_KILLED, "killed by SIGKILL", "killed by SIGTERM"})
 _LOG_TAIL_BYTES = 4096
 _LOG_TAIL_LINES = 8
 _END_S = 6.0
@@ -105,7 +107,7 @@ class ChildProcess:
                 return None
         except ConnectionResetError:
             pass
-        return said.decode(errors="replace") or "it was killed"
+        return said.decode(errors="replace") or _KILLED
 
     def finish(self) -> None:
         """Ask it to close its sandbox and end; ``end`` is still to be called."""
@@ -154,6 +156,11 @@ class ChildProcess:
     def _close(self) -> None:
         for thing in (self._control, self._requests, self._log):
             thing.close()
+
+
+def killed_by_others(how: str) -> bool:
+    """Whether a process that ended like this may well open next time; a crash and an exit code are its own."""
+    return how in _KILLED_BY_OTHERS
 
 
 def _opened(path: Path) -> IO[bytes]:

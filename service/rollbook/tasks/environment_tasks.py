@@ -13,9 +13,9 @@ from contextlib import closing
 from typing import Any
 
 from rollbook.core.config import Config
-from rollbook.core.errors import ConfigError, TaskError
+from rollbook.core.errors import ConfigError, TaskError, Unavailable
 from rollbook.core.host import host
-from rollbook.tasks.child_process import ChildProcess
+from rollbook.tasks.child_process import ChildProcess, killed_by_others
 
 LOAD_S = 600.0
 """Longest ``load`` of a split, its imports included."""
@@ -29,7 +29,7 @@ def read_tasks(config: Config, split: str, within_s: float = LOAD_S) -> list[dic
     """The tasks of ``"train"`` or ``"heldout"``, in the environment's order.
 
     Raises: ConfigError (the environment cannot be made, or brings no tasks); TaskError (it raised, died, took too long, or
-        gave a task that is none, by number).
+        gave a task that is none, by number); Unavailable (its process was killed or could not be started).
     """
     shown = f"environment.name = {config.environment.name!r}: load({split!r})"
     rows: list[dict[str, Any]] = []
@@ -48,7 +48,8 @@ def read_tasks(config: Config, split: str, within_s: float = LOAD_S) -> list[dic
 def check_environment(config: Config, within_s: float = LOAD_S) -> dict[str, bool]:
     """Make the run's environment, or its reward function, once and without a sandbox; returns its tools and whether each is pure.
 
-    Raises: ConfigError (it cannot be made); TaskError (its process died or took too long).
+    Raises: ConfigError (it cannot be made); TaskError (its process died or took too long); Unavailable (it was killed or could
+        not be started).
     """
     name = config.environment.name
     shown = f"environment.name = {name!r}" if name else f"task.reward = {config.task.reward!r}"
@@ -61,7 +62,7 @@ def _said(config: Config, split: str, shown: str, within_s: float) -> Generator[
     try:
         process = ChildProcess(None, {"config": config.to_json(), "split": split})
     except OSError as error:
-        raise TaskError(f"{shown}: no process can be started: {error}") from None
+        raise Unavailable(f"{shown}: no process can be started: {error}") from None
     try:
         yield from _messages(process, shown, within_s)
     finally:
@@ -77,7 +78,8 @@ def _messages(process: ChildProcess, shown: str, within_s: float) -> Iterator[di
                 raise (ConfigError if message["kind"] == ConfigError.__name__ else TaskError)(message["refused"])
             yield message
         if how is not None:
-            raise TaskError(f"{shown}: its process ended: {how}; it said last: {process.last_lines() or 'nothing'}")
+            kind = Unavailable if killed_by_others(how) else TaskError
+            raise kind(f"{shown}: its process ended: {how}; it said last: {process.last_lines() or 'nothing'}")
         left = until - host().monotonic()
         if left <= 0:
             raise TaskError(f"{shown} did not end within {within_s:g} s")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rollbook.core.errors import ConfigError
+from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.core.host import host
 from rollbook.core.sandboxing import Sandbox
 from rollbook.sandbox.attacks.bait import SECRET_VARIABLE, secret
@@ -32,7 +32,7 @@ def maker_of(name: str, slots: int) -> Sandbox:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print one JSON object: ``results`` and ``enforced``, or ``error`` where the backend cannot be made."""
+    """Print one JSON object: ``results`` and ``enforced``, or ``error`` where the backend cannot be made, perhaps only now."""
     parser = argparse.ArgumentParser(prog="attacks")
     parser.add_argument("backend", help="zygote, bubblewrap, landlock, unsafe, or module:function")
     parser.add_argument("--only", action="append", default=[], choices=[each.name for each in ATTACKS], metavar="ATTACK")
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.execve(sys.executable, again, {**host().environ, SECRET_VARIABLE: secret("environment")})
     try:
         passed = examine(lambda slots: maker_of(args.backend, slots), args.only, args.control)
-    except (ConfigError, OSError, ImportError) as error:
-        print(json.dumps({"error": f"{error}"}))
+    except (ConfigError, Unavailable, OSError, ImportError) as error:
+        print(json.dumps({"error": f"{error}", "cut_short": isinstance(error, Unavailable)}))
         return 0
     print(json.dumps({"results": [asdict(result) for result in passed.results], "enforced": passed.enforced}))
     return 0
