@@ -20,7 +20,7 @@ Key = tuple[int, int]
 
 TABLES = (
     "run", "config_revision", "lineage", "fence", "cursor", "prompt_group", "slot", "lease", "sample", "payload", "verdict",
-    "plan", "plan_item", "plan_outcome", "policy_version", "checkpoint", "event",
+    "failure", "plan", "plan_item", "plan_outcome", "policy_version", "checkpoint", "event",
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def findings(tables: dict[str, list[Row]], run_dir: Path | None, *, steps: int, 
     """
     ledger = Ledger(tables)
     found: list[str] = []
-    for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, epochs):
+    for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, failures, epochs):
         found += [f"{check.__name__}: {detail}" for detail in check(ledger)]
     found += [f"steps: {detail}" for detail in _steps(ledger, steps)]
     found += [f"submissions: {detail}" for detail in submissions(ledger)]
@@ -343,6 +343,29 @@ _STATES = {
     (False, False, True, False), (False, True, True, False),
 }  # fmt: skip
 """Pending, leased, submitted, planned, ended without a sample, ended with one."""
+
+
+def failures(ledger: Ledger) -> Iterator[str]:
+    """A row for each attempt that was reported as failed or fell silent, none with a reward; each failed slot has one."""
+    told = {(*key_of(r), r["token"]) for r in ledger["event"] if r["kind"] in ("failure_reported", "lease_expired")}
+    rows = {(*key_of(r), r["lease_token"]) for r in ledger["failure"]}
+    for attempt in sorted(told ^ rows):
+        has = "an event but no row" if attempt in told else "a row but no event"
+        yield f"attempt {attempt} (ordinal, sibling, token) has {has}"
+    for row in ledger["failure"]:
+        if row["status"] == "given" or row["blame"] not in ("model", "infra", "unclear"):
+            yield f"failure of slot {key_of(row)} has status {row['status']}, blame {row['blame']}"
+    for row in ledger["verdict"]:
+        if row["kind"] == "failed" and not any(attempt[:2] == key_of(row) for attempt in rows):
+            yield f"slot {key_of(row)} failed without a failed attempt"
+    is_open = False
+    for row in sorted(ledger["event"], key=lambda r: r["seq"]):
+        if row["kind"] in ("breaker_opened", "breaker_closed"):
+            if (row["kind"] == "breaker_opened") == is_open:
+                yield f"{row['kind']} twice in a row"
+            is_open = row["kind"] == "breaker_opened"
+        elif row["kind"] == "step_planned" and is_open:
+            yield f"a step was planned while the breaker was open: {row['detail_json']}"
 
 
 def epochs(ledger: Ledger) -> Iterator[str]:

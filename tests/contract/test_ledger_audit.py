@@ -13,6 +13,7 @@ from rollbook.core.records import ScheduleKind
 from rollbook.ledger import schema as t
 from rollbook.ledger.audit import CHECKS
 
+FAILURE = ", ".join(column.name for column in t.failure.c)
 PLANTED: dict[str, list[str | Callable[[], sa.Executable]]] = {
     "sample_has_payload": [
         "DELETE FROM payload WHERE ordinal = 0 AND sibling = 1",
@@ -62,6 +63,19 @@ PLANTED: dict[str, list[str | Callable[[], sa.Executable]]] = {
         "INSERT INTO lineage (run_id, lineage, parent, fork_step, created_at_us, verdict) VALUES ('run', 1, 0, 3, 1, 'within')",
     ],
     "reward_rule": [],
+    "blame": ["UPDATE sample SET sandbox_status = 'oom' WHERE ordinal = 4 AND sibling = 0"],
+    "failure_rows": [
+        f"INSERT INTO failure ({FAILURE}) VALUES ('run', 6, 0, 9, 1, 'w', 'timeout', 'oom', 'infra', '', 0, 0, 0, '', false, 1)",
+        f"INSERT INTO failure ({FAILURE}) VALUES ('run', 4, 0, 1, 1, 'w', 'timeout', 'oom', 'infra', '', 0, 0, 0, '', false, 1); "
+        "INSERT INTO verdict (run_id, ordinal, sibling, kind, reason, decided_at_us) VALUES ('run', 5, 1, 'failed', 'r', 2)",
+    ],
+    "breaker": [
+        "INSERT INTO event (run_id, seq, kind, detail_json, at_us) VALUES ('run', 100000, 'breaker_closed', '{}', 1)",
+        "INSERT INTO event (run_id, seq, kind, detail_json, at_us) VALUES ('run', -1, 'breaker_opened', '{}', 1); "
+        "DELETE FROM event WHERE kind = 'step_planned'",
+        "INSERT INTO event (run_id, seq, kind, detail_json, at_us) VALUES ('run', -1, 'breaker_opened', '{}', 1); "
+        "DELETE FROM event WHERE kind = 'lease_granted'",
+    ],
     "verdict_excludes_plan": [
         "INSERT INTO verdict (run_id, ordinal, sibling, kind, reason, decided_at_us) VALUES ('run', 0, 0, 'failed', 'r', 1)"
     ],

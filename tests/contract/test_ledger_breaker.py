@@ -15,12 +15,15 @@ from rollbook.core.records import (
     FailureReport,
     LeaseGrant,
     RewardStatus,
+    Role,
     SandboxStatus,
     ScheduleKind,
     SubmitOutcome,
 )
 
 WINDOW = {"infra_window": 8, "infra_failures_max": 0.5, "attempts_max": 9, "max_lag_versions": 20, "breaker_pause_s": 100.0}
+
+OUTAGE = {"infra_window": 4, "infra_failures_max": 1.0, "attempts_max": 3, "max_lag_versions": 20, "breaker_pause_s": 1e6}
 
 
 def report(grant: LeaseGrant, worker: str, **changes: object) -> FailureReport:
@@ -147,6 +150,13 @@ def test_a_breaker_that_stays_open_pauses_the_run_for_the_operator(bench: Bench)
     bench.let_time_pass(2.0)
     with pytest.raises(RunPaused, match="circuit breaker .* repair what failed"):
         s.plan(1)
+    s.ledger.release_role(s.learner)
+    s.learner = s.ledger.acquire_role(Role.LEARNER, "started again", 30.0)
+    with pytest.raises(NotReady):
+        s.plan(1)
+    for _ in range(3):
+        s.submit(s.lease(2))
+    assert breaker(s) == "closed"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +186,128 @@ def test_it_never_opens_where_it_is_switched_off(bench: Bench) -> None:
     s.feed(20)
     fail(s, s.lease(16))
     assert breaker(s) == "closed"
+
+
+def test_probes_that_fail_are_repeated_ever_more_rarely(bench: Bench) -> None:
+    s = bench.scene(**WINDOW)
+    s.feed(20)
+    fail(s, s.lease(8))
+    for pause_s in (0.0, 0.5, 1.0, 2.0, 4.0):
+        if pause_s:
+            bench.let_time_pass(pause_s - 0.25)
+            assert s.lease(9) == ()
+        bench.let_time_pass(0.25)
+        probe = s.lease(9)
+        assert len(probe) == 1
+        fail(s, probe)
+    for _ in range(8):
+        bench.let_time_pass(10.0)
+        fail(s, s.lease(9))
+    bench.let_time_pass(9.0)
+    assert s.lease(9) == ()
+    bench.let_time_pass(1.0)
+    assert len(s.lease(9)) == 1, "but not more rarely than every ten seconds"
+
+
+@pytest.mark.parametrize("schedule", [ScheduleKind.BOUNDED, ScheduleKind.FIXED])
+def test_an_outage_costs_no_attempt_and_no_prompt(bench: Bench, schedule: ScheduleKind) -> None:
+    """In the fixed schedule, where no slot can be given up, however long it lasts."""
+    s = bench.scene(**OUTAGE, schedule=schedule)
+    s.feed(2)
+    fail(s, s.lease(4))
+    assert breaker(s) == "open"
+    probed = []
+    for _ in range(12 if schedule is ScheduleKind.FIXED else 4):
+        bench.let_time_pass(30.0)
+        probed += s.lease(9)
+        fail(s, probed[-1:])
+    assert [g.key for g in probed[:4]] == sorted(g.key for g in probed[:4]) and len({g.key for g in probed[:4]}) == 4
+    assert verdicts(bench) == {} and {g.attempt for g in probed} == {2}
+    for _ in range(3):
+        bench.let_time_pass(30.0)
+        s.submit(s.lease(9))
+    assert breaker(s) == "closed"
+    s.submit(s.lease(9))
+    assert [i.key.ordinal for i in s.plan(1).items] == [0, 0, 1, 1] and s.ledger.audit() == []
+
+
+@pytest.mark.parametrize("schedule", [ScheduleKind.BOUNDED, ScheduleKind.FIXED])
+def test_slots_that_were_never_tried_are_probed_before_those_that_always_fail(bench: Bench, schedule: ScheduleKind) -> None:
+    s = bench.scene(**OUTAGE | {"infra_window": 2, "groups_per_step": 3}, schedule=schedule)
+    s.feed(3)
+    poison = s.lease(2)
+    fail(s, poison)
+    probed = []
+    while breaker(s) == "open":
+        bench.let_time_pass(30.0)
+        probed += s.lease(9)
+        (s.submit if probed[-1].key.ordinal else lambda grants: fail(s, grants))(probed[-1:])
+    assert [str(g.key) for g in probed] == ["0.0", "0.1", "1.0", "1.1", "2.0"] and verdicts(bench) == {}
+
+
+def test_tasks_that_always_fail_are_given_up_where_no_other_group_may_be_opened(bench: Bench) -> None:
+    """Else the breaker would wait for samples that cannot come."""
+    s = bench.scene(**OUTAGE | {"infra_window": 2, "groups_per_step": 1, "max_lag_versions": 0})
+    s.feed(4)
+    fail(s, s.lease(2))
+    for _ in range(4):
+        bench.let_time_pass(30.0)
+        probe = s.lease(9)
+        assert probe[0].key.ordinal == 0
+        fail(s, probe)
+    assert verdicts(bench)["0.1"] == "failed" and breaker(s) == "open"
+    for _ in range(2):
+        bench.let_time_pass(30.0)
+        s.submit(s.lease(9))
+    assert [i.key.ordinal for i in s.plan(1).items] == [1, 1] and breaker(s) == "closed"
+    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 0") == [(1,)] and s.ledger.audit() == []
+
+
+def test_what_is_the_models_own_failure_spends_its_attempt_in_an_outage_too(bench: Bench) -> None:
+    s = bench.scene(**OUTAGE)
+    s.feed(2)
+    fail(s, s.lease(4))
+    assert breaker(s) == "open"
+    for _ in range(2):
+        fail(s, s.lease(9), blame=Blame.MODEL, status=RewardStatus.NO_VERDICT)
+    assert bench.rows("SELECT attempt FROM lease ORDER BY ordinal, sibling") == [(2,), (2,), (1,), (1,)]
+
+
+def test_samples_without_a_reward_that_infrastructure_is_to_blame_for_count_as_failures(bench: Bench) -> None:
+    s = bench.scene(**WINDOW | {"group_size": 8, "survivors_min": 1})
+    s.feed(20, 8)
+    none = {"reward": None, "reward_status": RewardStatus.INFRA_ERROR, "blame": Blame.INFRA}
+    s.submit(s.lease(7), **none)
+    assert breaker(s) == "closed", "7 outcomes"
+    bench.let_time_pass(1.0)
+    s.submit(s.lease(1), **none)
+    assert breaker(s) == "open"
+    bench.let_time_pass(1.0)
+    for _ in range(3):
+        bench.let_time_pass(5.0)
+        s.submit(s.lease(1), **none)
+    assert breaker(s) == "open", "they close nothing"
+
+
+def test_a_failed_probe_between_samples_keeps_it_open_and_the_window_begins_anew_with_the_close(bench: Bench) -> None:
+    s = bench.scene(**WINDOW)
+    s.feed(30)
+    fail(s, s.lease(8))
+    for good in (True, True, False, True, True):
+        bench.let_time_pass(5.0)
+        (s.submit if good else lambda grants: fail(s, grants))(s.lease(9))
+        assert breaker(s) == "open"
+    bench.let_time_pass(5.0)
+    s.submit(s.lease(9))
+    shown = s.ledger.run_status()["breaker"]
+    assert (shown["state"], shown["ratio"], shown["window"]) == ("closed", 0.0, 0)
+    bench.let_time_pass(1.0)
+    fail(s, s.lease(7))
+    shown = s.ledger.run_status()["breaker"]
+    assert (shown["state"], shown["ratio"], shown["window"]) == ("closed", 1.0, 7), "7 outcomes since it closed"
+    bench.let_time_pass(1.0)
+    fail(s, s.lease(1))
+    assert breaker(s) == "open"
 
 
 def test_a_task_that_fails_on_every_healthy_worker_is_quarantined_with_its_evidence(bench: Bench) -> None:

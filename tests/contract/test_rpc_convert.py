@@ -131,6 +131,19 @@ def test_a_reward_of_zero_is_not_the_absence_of_a_reward() -> None:
         assert message.HasField("reward") is (reward is not None)
 
 
+def test_reports_and_samples_of_older_workers_are_read_with_defaults() -> None:
+    key = pb.SlotKey(ordinal=1, sibling=0)
+    old = pb.FailureReport(key=key, lease_token=1, incarnation="w", status=4, blame=2, reason="gone")
+    report = convert.failure_report(pb.FailureReport.FromString(old.SerializeToString()))
+    assert (report.sandbox_status, report.n_tokens, report.evidence_json, report.final) == (
+        records.SandboxStatus.NOT_USED, 0, "{}", False,
+    )  # fmt: skip
+    sample = convert.submission(
+        pb.Submission(key=key, trajectory=pb.Trajectory(), reward=1.0, reward_status=1, sandbox_status=1, finish_reason=1)
+    )
+    assert sample.blame is None
+
+
 def test_free_text_that_utf8_cannot_carry_is_replaced() -> None:
     result = records.SubmitResult(records.SlotKey(0, 0), records.SubmitOutcome.INVALID, "file \udcff")
     assert convert.submit_result(convert.submit_result_message(result)).reason == "file ?"

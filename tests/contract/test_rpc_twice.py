@@ -27,6 +27,7 @@ from rollbook.core.records import (
     PlanOutcome,
     RewardStatus,
     Role,
+    SandboxStatus,
     SlotKey,
     ToolCall,
 )
@@ -185,7 +186,10 @@ TOOL = ToolCall(SlotKey(2, 0), 0, "9" * 64, trajectory(1), "python", "{}")
 
 def report_of(x: Stage) -> FailureReport:
     g = x.grants[4]
-    return FailureReport(g.key, g.token, x.s.incarnation, RewardStatus.INFRA_ERROR, Blame.INFRA, "gone")
+    return FailureReport(
+        g.key, g.token, x.s.incarnation, RewardStatus.INFRA_ERROR, Blame.INFRA, "gone", SandboxStatus.INFRA_LOST, 7, 0.5, 0.25,
+        '{"attempts": 3}', final=True,
+    )  # fmt: skip
 
 
 def append(x: Stage) -> Cursor:
@@ -231,7 +235,7 @@ CASES: dict[str, Callable[[Stage], Any]] = {
     "RegisterWorker": lambda x: x.client.register_worker("worker-new", "host", "engine"),
     "Heartbeat": lambda x: x.client.heartbeat(x.s.incarnation, x.s.head(), [(g.key, g.token) for g in x.grants]),
     "LeaseSlots": lambda x: x.s.lease(2, request_id="w.1"),
-    "SubmitSamples": lambda x: x.s.submit(x.grants[4:]),
+    "SubmitSamples": lambda x: x.s.submit(x.grants[4:], sandbox_status=SandboxStatus.OOM, blame=Blame.MODEL),
     "ReportFailures": lambda x: x.client.report_failures([report_of(x)]),
     "RecordToolCall": lambda x: x.client.record_tool_call(TOOL, x.grants[4].token),
     "ToolCalls": lambda x: x.client.tool_calls(SlotKey(0, 0)),

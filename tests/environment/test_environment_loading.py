@@ -215,7 +215,7 @@ def test_budgets_of_the_environment_are_not_part_of_what_is_computed() -> None:
         ({"environment": {"processes": 0}}, "environment.processes = 0: must be at least 1"),
         ({"environment": {"score_s": 0}}, "environment.score_s = 0.0: must exceed 0"),
         ({"sandbox": {"backend": "docker"}}, "sandbox.backend = 'docker': one of 'auto'"),
-        ({"sandbox": {"slots": 0}}, "sandbox.slots = 0: must be at least 1"),
+        ({"sandbox": {"slots": 1}}, "sandbox.slots = 1: must be at least 2"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(sections: dict, said: str) -> None:

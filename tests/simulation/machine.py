@@ -17,6 +17,9 @@ from rollbook.core.host import Host, run_on
 from simulation.disk import Disk
 from simulation.kernel import Condition, Event, Future, Kernel, Queue, Task, Thread
 
+MONOTONIC_BEGINS = 1000.0
+"""What a monotonic clock shows when the simulation begins."""
+
 EPOCH_S = 1_800_000_000.0
 """Wall time at the beginning of every simulation."""
 
@@ -104,7 +107,7 @@ class SimHost(Host):
         return EPOCH_S + self._kernel.now + self.wall_offset_s
 
     def monotonic(self) -> float:
-        return 1000.0 + self._kernel.now
+        return MONOTONIC_BEGINS + self._kernel.now
 
     def sleep(self, seconds: float) -> None:
         self._kernel.block(seconds)

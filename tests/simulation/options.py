@@ -35,6 +35,8 @@ class Options:
     straggler: str = "wait"
     one_epoch: bool = False
     no_verdict: float = 0.0
+    outage: tuple[float, float] = (0.0, 0.0)
+    """From when to when (simulated seconds) no sandbox can be made."""
     generate_s: tuple[float, float] = (0.2, 1.2)
     server_locked: bool = True
     """The database file is locked by its server, as SQLite's is; without, two servers may live, as on PostgreSQL."""
@@ -137,4 +139,8 @@ def draw(seed: int, *needs: str) -> Options:
         o.server_locked = o.server_locked and "second_server" not in needs
     if window in ("learner.role_lost", "ledger.fence_lost"):
         o.strikes, o.strikes_max, o.server_locked, o.replaces_paused = ("pause_long",), 8, False, True
+    outages = random.Random(f"outage.{seed}")  # of its own: what else a seed draws stays as it was
+    if outages.random() < 0.25:
+        begins = outages.uniform(0.0, 10.0)
+        o.outage = (begins, begins + outages.uniform(1.0, 30.0))
     return o

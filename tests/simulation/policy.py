@@ -24,6 +24,7 @@ from rollbook.core.records import Blame, FinishReason, RewardStatus, SandboxStat
 from rollbook.core.weights import safetensors_digest
 from rollbook.learner.model import Policy, prepare_torch
 from rollbook.observe.failpoints import failpoint
+from simulation.machine import MONOTONIC_BEGINS
 
 VOCAB_SIZE = 272
 """That of the tokenizer in use."""
@@ -116,8 +117,17 @@ class SimEngine:
         pass
 
 
+outage = (0.0, 0.0)
+"""From when to when no sandbox can be made; set by the world for its run."""
+
+
 def reward(completion: str, task: dict) -> RewardResult | float:
     """A coin that completion and task decide; where the task says so, now and then no verdict at all."""
+    if outage[0] <= host().monotonic() - MONOTONIC_BEGINS < outage[1]:
+        return RewardResult(
+            None, RewardStatus.INFRA_ERROR, "no sandbox could be made", sandbox_status=SandboxStatus.INFRA_SPAWN,
+            blame=Blame.INFRA,
+        )  # fmt: skip
     draw = hashlib.sha256(f"{completion}|{task['prompt']}".encode()).digest()
     if draw[1] < 256 * float(task.get("no_verdict", 0.0)):
         if draw[2] % 2:

@@ -59,6 +59,8 @@ class Verdict:
     crossed: Counter[str] = field(default_factory=Counter)
     crashed: Counter[str] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
+    happened: Counter[str] = field(default_factory=Counter)
+    """Kinds of events and of verdicts, with their numbers."""
     deaths: int = 0
     options: str = ""
     events: list[str] = field(default_factory=list)
@@ -88,6 +90,7 @@ def play(options: Options, *, keep_events: bool = False) -> Verdict:
         try:
             world.kernel.over = True
             verdict.findings = verdict.findings or judge(world)
+            verdict.happened = world.happened
         except RollbookError as error:
             verdict.findings = [f"not judged: {type(error).__name__}: {error}"]
         finally:
@@ -113,6 +116,7 @@ def judge(world: World) -> list[str]:
     found += [f"oracle: {text}" for text in
               oracle.findings(tables, world.dir, steps=world.config.run.steps, acks=world.acks)
               if not text.startswith("rewards: ")]  # fmt: skip
+    world.happened = Counter(row["kind"] for row in (*tables["event"], *tables["verdict"]))
     found += [*_rewards(tables), *_tasks(tables)]
     if world.options.schedule == "fixed" and not found and world.options != world.options.unbroken():
         if oracle.identity(tables) != unbroken(_key(world.options)):
@@ -263,6 +267,7 @@ def shrink(options: Options, is_caught: Callable[[Options], bool]) -> Options:
           for name in options.strikes],
         lambda o: dataclasses.replace(o, workers=1),
         lambda o: dataclasses.replace(o, no_verdict=0.0),
+        lambda o: dataclasses.replace(o, outage=(0.0, 0.0)),
         lambda o: dataclasses.replace(o, server_locked=True, replaces_paused=False),
     ]  # fmt: skip
     for change in candidates:
@@ -280,7 +285,8 @@ def options_from_json(values: dict[str, Any]) -> Options:
     """Inverse of ``options_to_json``."""
     values = dict(values)
     values["weather"] = Weather(**values["weather"])
-    values["strikes"], values["generate_s"] = tuple(values["strikes"]), tuple(values["generate_s"])
+    for name in ("strikes", "generate_s", "outage"):
+        values[name] = tuple(values.get(name, (0.0, 0.0)))
     return Options(**values)
 
 

@@ -58,6 +58,12 @@ def test_every_kind_of_fault_struck(verdicts: dict[int, Future[Verdict]]) -> Non
     assert set(STRIKES) == set(coverage.struck)
 
 
+def test_breakers_open_and_close_and_tasks_are_quarantined(verdicts: dict[int, Future[Verdict]]) -> None:
+    happened = [verdict.result().happened for verdict in verdicts.values()]
+    for kind in ("breaker_opened", "breaker_closed", "quarantined", "failed"):
+        assert any(kind in one for one in happened), kind
+
+
 def test_the_same_seed_gives_the_same_events_in_another_process() -> None:
     """Another process, another order of hashed sets: the hash over every event is the same."""
     for seed in (3, 8):

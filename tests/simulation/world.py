@@ -79,7 +79,8 @@ def config_of(options: Options, directory: Path) -> Config:
             "url": f"sqlite:///{directory}/ledger.sqlite", "lease_ttl_s": 7.0, "heartbeat_s": 2.0, "role_ttl_s": ROLE_TTL_S,
             "attempts_max": 1000 if options.schedule == "fixed" else 4,
             "late_submit": options.late_submit, "straggler": options.straggler,
-            "straggler_wait_s": 20.0,
+            "straggler_wait_s": 20.0, "infra_window": 12,
+            "breaker_pause_s": 1e5,  # clocks are set by 600 s here, and nobody starts a paused run again
         },
         "supervisor": {"restarts_max": 10_000, "backoff_s": 0.2, "backoff_max_s": 1.0, "stall_s": 120.0},
     })  # fmt: skip
@@ -128,6 +129,7 @@ class World(Nemesis):
         self.crossed: Counter[str] = Counter()
         self.crashed: Counter[str] = Counter()
         self.struck: Counter[str] = Counter()
+        self.happened: Counter[str] = Counter()
         self.faults_over = False
         self.done = False
         self.failure: BaseException | None = None
@@ -390,6 +392,7 @@ class World(Nemesis):
                 mock.patch("rollbook.ledger.dialects.SQLITE_BUSY_MS", 0),  # one thread: nobody would let the lock go meanwhile
                 mock.patch("rollbook.ledger.base.RECHECK_S", 2.0),
                 mock.patch("rollbook.tasks.feeder._POLL_S", 1.0),
+                mock.patch("simulation.policy.outage", self.options.outage),
                 mock.patch("rollbook.learner.loop.load_policy", policy.load_policy),
                 mock.patch("rollbook.learner.replay.load_policy", policy.load_policy),
                 mock.patch("rollbook.tasks.prompts.load_tokenizer", tokenizer_of),

@@ -48,7 +48,7 @@ AT_LEAST: dict[str, float] = {
     "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
     "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
     "environment.turns_max": 1,
-    "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 1, "sandbox.memory_mb": 32,
+    "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
     "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1,
 }  # fmt: skip
 """Smallest value of a number."""

@@ -216,7 +216,8 @@ class LedgerPort(Protocol):
         ``roles``: [{role, epoch, holder, expires_in_s}]; ``workers``: [{incarnation, host, engine, version, beat_age_s, leases}];
         ``rates``: {samples_per_s, tokens_per_s} over the last minute; ``last_step``: newest entry of ``step_metrics`` or None;
         ``draining``: bool; ``failed_attempts``: [{status, sandbox_status, blame, n}]; ``breaker``: {state: open or closed,
-        since_s, and while it is open failed, outcomes, last}.
+        since_s, ratio and window of the newest outcomes in this state, and while it is open failed, outcomes, last};
+        ``members``: {usable, policy_failed, infra_failed} of the planned groups.
         """
         ...
 

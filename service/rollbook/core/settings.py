@@ -99,7 +99,7 @@ class SandboxConfig:
     """``auto`` takes the first of ``zygote``, ``bubblewrap``, ``landlock`` that contains the attack suite here; a name takes that
     one or refuses; ``unsafe`` contains nothing and is shown wherever the run is."""
     slots: int = 2
-    """Jobs at a time in each environment process."""
+    """Jobs at a time in each environment process; two are the least, since tests that assert run beside the candidate."""
     cpu_s: float = 4.0
     """Processor time of a job."""
     wall_s: float = 10.0

@@ -1,8 +1,8 @@
 """Every invariant as one query that returns its violations.
 
-Owns the audit and most of its checks: name, promise, sentence, query; what forks may do stands in ``audit_forks``. Never
-repairs anything. Each check reads only rows, so it says the same after any restart; the audit runs in one snapshot. Digests
-and chains are recomputed from the stored bytes.
+Owns the audit and most of its checks: name, promise, sentence, query; what forks may do stands in ``audit_forks``, failures and
+the breaker in ``audit_failures``. Never repairs anything. Each check reads only rows, so it says the same after any restart; the
+audit runs in one snapshot. Digests and chains are recomputed from the stored bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sqlalchemy as sa
 from rollbook.core.idempotency import chain_digest, genesis_digest, items_digest, sample_seed
 from rollbook.core.records import PlanItem, SlotKey, Violation
 from rollbook.core.staleness import fixed_step_of, fixed_version
-from rollbook.ledger import audit_forks as _audit_forks  # noqa: F401  its checks enter the list
+from rollbook.ledger import audit_failures as _audit_failures  # noqa: F401  their checks enter the list
+from rollbook.ledger import audit_forks as _audit_forks  # noqa: F401
 from rollbook.ledger import schema as t
 from rollbook.ledger.checks import CHECKS, Subject, both, check, missing, same_slot, slot_ids
 from rollbook.ledger.planning import STORED, stored_digest

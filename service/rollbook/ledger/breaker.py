@@ -2,8 +2,10 @@
 
 Owns every row of ``failure`` and the events ``breaker_opened`` and ``breaker_closed``, the last of which is the breaker's state.
 Never touches a sample. When too many of the newest outcomes are infrastructure's failures, what still comes through is no fair
-sample of the policy, and more of it is only wasted: nothing is planned, and slots are leased one at a time until a few outcomes
-in a row are the policy's own. Counts come from rows, so a restart changes nothing. Upholds P6 (a failure has no reward).
+sample of the policy, and more of it is only wasted: nothing is planned, and slots are leased one at a time, at growing intervals,
+until a few outcomes in a row are the policy's own. What counts is infrastructure's blame with another status than ``no_verdict``:
+the death of a worker says nothing about sandboxes, and what is unclear opens nothing. Counts come from rows, so a restart
+changes nothing. Upholds P6 (a failure has no reward).
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from rollbook.ledger.writer import Txn
 OPENED, CLOSED = "breaker_opened", "breaker_closed"
 PROBES = 3
 """Samples since it opened that close it."""
+PROBE_PAUSE_S, PROBE_PAUSE_MAX_S = 0.5, 10.0
+"""Pause after a probe that failed; doubles with every further one, up to the second."""
 SILENT = "its worker fell silent"
+PROBES_LOOKED_AT = 16
+COUNTED = tuple(s.value for s in RewardStatus if s not in (RewardStatus.GIVEN, RewardStatus.NO_VERDICT))
+"""Statuses that count as infrastructure's failure where it is to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +82,7 @@ class Breaker(Feeding):
         failed = conn.execute(
             sa.select(f.reported_at_us, f.reason)
             .where(
-                f.run_id == run_id, f.reported_at_us > since_us, f.blame == Blame.INFRA.value,
-                f.status != RewardStatus.NO_VERDICT.value,  # a worker's death says nothing about sandboxes
+                f.run_id == run_id, f.reported_at_us > since_us, f.blame == Blame.INFRA.value, f.status.in_(COUNTED)
             )
             .order_by(f.reported_at_us.desc())
             .limit(n)
@@ -84,12 +90,13 @@ class Breaker(Feeding):
         # Samples come in nearly rising order of ordinal, so the newest ones stand at most a window before the watermark.
         low = max(0, self._watermark - math.ceil(n / self.rules.group_size) - self.rules.groups_per_step)
         given = conn.execute(
-            sa.select(s.accepted_at_us)
+            sa.select(s.accepted_at_us, s.reward_status, s.blame)
             .where(s.run_id == run_id, s.ordinal >= low, s.accepted_at_us > since_us)
             .order_by(s.accepted_at_us.desc())
             .limit(n)
-        ).scalars()
-        merged = [(at, reason or "failed") for at, reason in failed] + [(at, "") for at in given]
+        )
+        merged = [(at, reason or "failed") for at, reason in failed]
+        merged += [(at, status if blame == Blame.INFRA.value and status in COUNTED else "") for at, status, blame in given]
         return sorted(merged, key=lambda outcome: outcome[0], reverse=True)[:n]
 
     def _trip(self, txn: Txn) -> None:
@@ -117,16 +124,20 @@ class Breaker(Feeding):
         self._event(txn, CLOSED, open_s=round((txn.now_us - state.since_us) / 1e6, 3), **why)
         txn.rings |= {"lease", "plan"}
 
-    def _probe_room(self, conn: sa.Connection, n_max: int) -> int:
-        """How many slots may be leased: all while the breaker is closed, one at a time while it is open."""
-        state = self._breaker(conn)
+    def _probe_room(self, txn: Txn, n_max: int) -> int:
+        """How many slots may be leased: all while the breaker is closed, one at a time and then and when while it is open."""
+        state = self._breaker(txn.conn)
         if not state.is_open:
             return n_max
         c = t.lease.c
         held = sa.select(sa.func.count()).where(
             c.run_id == self.run.run_id, c.incarnation.is_not(None), c.granted_at_us > state.since_us
         )
-        return 0 if conn.execute(held).scalar_one() else 1
+        if txn.conn.execute(held).scalar_one():
+            return 0
+        failed = [at for at, reason in self._outcomes(txn.conn, state.since_us, PROBES_LOOKED_AT) if reason]
+        pause_s = min(PROBE_PAUSE_S * 2 ** (len(failed) - 1), PROBE_PAUSE_MAX_S) if failed else 0.0
+        return 1 if not failed or txn.now_us - failed[0] >= pause_s * 1e6 else 0
 
     def _why_broken(self, txn: Txn, state: BreakerState) -> str:
         """Why nothing may be planned while the breaker is open."""
@@ -144,6 +155,11 @@ def silent_failure(row: Any) -> FailureReport:
         SlotKey(row.ordinal, row.sibling), row.token, row.incarnation, RewardStatus.NO_VERDICT, Blame.UNCLEAR, SILENT,
         SandboxStatus.NOT_USED,
     )  # fmt: skip
+
+
+def is_silent(row: Any) -> bool:
+    """Whether a row of ``failure`` was written for an expired lease, not reported by its worker."""
+    return (row.status, row.reason, row.n_tokens) == (RewardStatus.NO_VERDICT.value, SILENT, 0)
 
 
 def _finite(seconds: float) -> float:

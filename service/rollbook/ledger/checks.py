@@ -1,6 +1,6 @@
 """What an invariant of the audit is made of: a subject to look at, a list to stand in, queries used by several.
 
-Owns ``CHECKS`` and how a check gets into it. Never knows an invariant: they stand in ``audit`` and ``audit_forks``.
+Owns ``CHECKS`` and how a check gets into it. Never knows an invariant: they stand in the modules ``audit*``.
 """
 
 from __future__ import annotations

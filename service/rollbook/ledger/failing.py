@@ -13,14 +13,25 @@ from typing import Any
 import sqlalchemy as sa
 
 from rollbook.core.errors import InvalidRequest, UnknownSlot
-from rollbook.core.records import FailureReport, GroupSpec, RewardStatus, SlotKey, SubmitOutcome, SubmitResult, VerdictKind
+from rollbook.core.records import (
+    Blame,
+    FailureReport,
+    GroupSpec,
+    RewardStatus,
+    SlotKey,
+    SubmitOutcome,
+    SubmitResult,
+    VerdictKind,
+)
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import storable
-from rollbook.ledger.breaker import SILENT, Breaker, silent_failure
+from rollbook.ledger.breaker import SILENT, Breaker, is_silent, silent_failure
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
 REPORTS_MAX = 4096
+ALIVE_TTLS = 2
+"""A worker is alive that was heard of within so many lease TTLs."""
 _TASK_FAILS = (RewardStatus.INFRA_ERROR.value, RewardStatus.VERIFIER_ERROR.value, RewardStatus.TIMEOUT.value)
 NOT_THE_PROMPT = {VerdictKind.DROPPED_STALE.value, VerdictKind.ORPHAN_VERSION.value}
 """Verdicts of groups that were dropped for their version: the prompt has not failed."""
@@ -32,7 +43,9 @@ class Failing(Breaker):
     def report_failures(self, failures: Sequence[FailureReport]) -> list[SubmitResult]:
         """Record rollouts without a reward; each frees its slot for another attempt or writes its verdict.
 
-        Transaction: events, lease rows, verdicts, group rule, refills. Idempotent: by (slot, lease token).
+        What infrastructure fails while the breaker is open costs no attempt: an outage is no reason to lose a prompt. From a
+        slot's ``attempts_max``-th lease on it does, in the bounded schedule, or tasks that always fail could keep it open.
+        Transaction: failure rows, events, lease rows, breaker, verdicts, group rule, refills. Idempotent: by (slot, lease token).
         """
         if len(failures) > REPORTS_MAX:
             raise InvalidRequest(f"{len(failures)} failure reports in one call; at most {REPORTS_MAX}")
@@ -42,14 +55,17 @@ class Failing(Breaker):
         results: list[SubmitResult] = []
         exhausted: list[Any] = []
         recorded: list[tuple[FailureReport, int]] = []
+        outage = self._breaker(txn.conn).is_open
         for f in failures:
             outcome, reason, row = self._judge_report(txn.conn, f)
             if outcome is SubmitOutcome.ACCEPTED:
                 said = {"status": f.status.value, "blame": f.blame.value, "reason": storable(f.reason), "attempt": row.attempt}
                 self._event(txn, "failure_reported", f.key, token=f.lease_token, incarnation=f.incarnation, **said)
                 recorded.append((f, row.attempt))
-                self._free(txn, [row], spent=f.final)
-                if f.final or row.attempt >= self.rules.attempts_max:
+                spared = outage and f.blame is Blame.INFRA and (self._is_fixed or row.token < self.rules.attempts_max)
+                counts = f.final or not spared
+                self._free(txn, [row], counts=counts, spent=f.final)
+                if f.final or (counts and row.attempt >= self.rules.attempts_max):
                     exhausted.append(row)
             results.append(SubmitResult(f.key, outcome, reason))
         self._record_failures(txn, recorded)
@@ -63,12 +79,8 @@ class Failing(Breaker):
     def _judge_report(self, conn: sa.Connection, f: FailureReport) -> tuple[SubmitOutcome, str, Any]:
         if f.status is RewardStatus.GIVEN:
             return SubmitOutcome.INVALID, "status 'given' is a sample, submit it", None
-        e = t.event.c
-        told = sa.select(e.seq).where(
-            e.run_id == self.run.run_id, e.ordinal == f.key.ordinal, e.sibling == f.key.sibling,
-            e.kind == "failure_reported", e.token == f.lease_token,
-        )  # fmt: skip
-        if conn.execute(told.limit(1)).first():
+        told = next((row for row in self._failures_of(conn, *f.key) if row.lease_token == f.lease_token), None)
+        if told is not None and not is_silent(told):
             return SubmitOutcome.REPLAYED, "this failure is recorded already", None
         row = conn.execute(_LEASE, {"run_id": self.run.run_id, "ordinal": f.key.ordinal, "sibling": f.key.sibling}).first()
         if row is not None and row.token == f.lease_token and row.incarnation == f.incarnation:
@@ -117,7 +129,7 @@ class Failing(Breaker):
         for row in rows:
             told = self._failures_of(txn.conn, row.ordinal, row.sibling)
             broken = sum(f.status == RewardStatus.VERIFIER_ERROR.value for f in told)
-            poisonous = self._is_poison(txn.conn, row.ordinal, told)
+            poisonous = self._is_poison(txn.conn, txn.now_us, row.ordinal, told)
             kind = VerdictKind.QUARANTINED if poisonous or broken >= self.rules.attempts_max else VerdictKind.FAILED
             last = told[-1] if told else None
             why = SILENT if last is None or last.reason == SILENT else f"{last.status}: {last.reason}"
@@ -135,19 +147,24 @@ class Failing(Breaker):
         where = (f.run_id == self.run.run_id, f.ordinal == ordinal, f.sibling == sibling)
         return list(conn.execute(sa.select(t.failure).where(*where).order_by(f.lease_token)))
 
-    def _is_poison(self, conn: sa.Connection, ordinal: int, failures: Sequence[Any]) -> bool:
+    def _is_poison(self, conn: sa.Connection, now_us: int, ordinal: int, failures: Sequence[Any]) -> bool:
         """Infrastructure failed on this task wherever it was tried, and on nothing else there (R14).
 
-        Counted are workers that have samples of other groups. While the breaker is open every task fails, so none is to blame.
+        Counted are workers that have samples of other groups: as many as a slot has attempts or, where fewer are alive, all of
+        these, but two at least, since one alone cannot tell a poisonous task from a sick worker. While the breaker is open every
+        task fails, so none is to blame.
         """
         if self._breaker(conn).is_open:
             return False
-        failed = {f.incarnation for f in failures if f.status in _TASK_FAILS}
+        failed = {f.incarnation for f in failures if f.status in _TASK_FAILS and f.blame == Blame.INFRA.value}
         s, w = t.sample.c, t.worker.c
         has_samples = sa.exists().where(s.run_id == w.run_id, s.incarnation == w.incarnation, s.ordinal != ordinal)
-        healthy = sa.select(w.incarnation).where(w.run_id == self.run.run_id, w.incarnation.in_(failed), has_samples)
-        n_failed = len(conn.execute(healthy).all())
-        return n_failed >= self.rules.attempts_max > 1
+        here = (w.run_id == self.run.run_id, has_samples)
+        healthy = set(conn.execute(sa.select(w.incarnation).where(*here, w.incarnation.in_(failed))).scalars())
+        alive_us = now_us - int(ALIVE_TTLS * self.rules.lease_ttl_s * 1e6)
+        alive = set(conn.execute(sa.select(w.incarnation).where(*here, w.seen_at_us >= alive_us)).scalars())
+        enough = len(healthy) >= self.rules.attempts_max or alive <= healthy
+        return enough and len(healthy) > 1
 
     def _give_verdicts(self, txn: Txn, verdicts: Mapping[SlotKey, tuple[VerdictKind, str]]) -> None:
         """Insert verdicts; length and duration of an existing sample go along, so that drop bias can be counted."""

@@ -158,7 +158,7 @@ class Leasing(Failing):
                 return LeaseReply((), None, RETRY_AFTER_S)  # a fork's plans are trained again first; now all would be too stale
         if loaded is None or (loaded.lineage, loaded.version, loaded.digest) != (wanted.lineage, wanted.version, wanted.digest):
             return LeaseReply((), wanted, 0.0)
-        room = self._probe_room(txn.conn, n_max)
+        room = self._probe_room(txn, n_max)
         granted = self._choose(txn, free, frontier, wanted, room) if room else []
         if not granted:
             return LeaseReply((), None, RETRY_AFTER_S)
@@ -221,7 +221,11 @@ class Leasing(Failing):
     def _choose(
         self, txn: Txn, free: Sequence[Any], frontier: SlotKey, wanted: PolicyVersion, n_max: int
     ) -> list[tuple[SlotKey, int, int, bool]]:
-        """(slot, token, attempt, is new) of what is granted: retries and opened groups always, new groups as the law allows."""
+        """(slot, token, attempt, is new) of what is granted: retries and opened groups always, new groups as the law allows.
+
+        While the breaker is open the least tried slot comes first. Slots whose probes cost an attempt come when nothing else is
+        left, the most tried first: once its group is closed, another may be opened.
+        """
         rules = self.rules
 
         def admissible(ordinal: int) -> bool:
@@ -229,9 +233,13 @@ class Leasing(Failing):
             inside = rules.steps <= 0 or step <= rules.steps
             return not self._is_fixed or (inside and fixed_version(step, rules.fixed_lag_versions) == wanted.version)
 
-        chosen = [(SlotKey(r.ordinal, r.sibling), r.token + 1, r.attempt + 1, False) for r in free if admissible(r.ordinal)][
-            :n_max
-        ]
+        again = [(SlotKey(r.ordinal, r.sibling), r.token + 1, r.attempt + 1, False) for r in free if admissible(r.ordinal)]
+        worn: list[tuple[SlotKey, int, int, bool]] = []
+        if self._breaker(txn.conn).is_open:
+            again.sort(key=lambda slot: slot[1])
+            worn = [slot for slot in reversed(again) if slot[1] >= rules.attempts_max]
+            again = again[: len(again) - len(worn)]
+        chosen = again[:n_max]
         left = n_max - len(chosen)
         if left <= 0:
             return chosen
@@ -243,7 +251,7 @@ class Leasing(Failing):
             if len(opened) > may_open or not admissible(row.ordinal):
                 break
             chosen.append((SlotKey(row.ordinal, row.sibling), 1, 1, True))
-        return chosen
+        return chosen or worn[:n_max]
 
     def _may_open(self, conn: sa.Connection, frontier: SlotKey) -> int:
         """Groups that may be opened now: capacity R3, and no more than the remaining steps can train."""

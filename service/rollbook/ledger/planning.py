@@ -110,9 +110,18 @@ class Planning(Submitting):
         return self._wait_for_breaker(txn, step, breaker) if breaker.is_open and isinstance(chosen, str) else chosen
 
     def _wait_for_breaker(self, txn: Txn, step: int, breaker: BreakerState) -> RunPaused | str:
-        """Why the step is not planned yet, or after ``breaker_pause_s`` the pause of the run."""
-        why = self._why_broken(txn, breaker)
-        if txn.now_us - breaker.since_us > self.rules.breaker_pause_s * 1e6:
+        """Why the step is not planned yet, or after ``breaker_pause_s`` the pause of the run.
+
+        A run that was started again has that time from the start of its learner: probes need some to show what was repaired.
+        """
+        why, e = self._why_broken(txn, breaker), t.event.c
+        began_us = txn.conn.execute(
+            sa.select(e.at_us)
+            .where(e.run_id == self.run.run_id, e.kind == "role_acquired", e.detail_json.contains('"role": "learner"'))
+            .order_by(e.seq.desc())
+            .limit(1)
+        ).scalar()
+        if txn.now_us - max(breaker.since_us, began_us or 0) > self.rules.breaker_pause_s * 1e6:
             return RunPaused(f"step {step}: {why}; repair what failed and start the run again")
         return why
 

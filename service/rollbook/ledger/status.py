@@ -12,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rollbook.core.errors import UnknownSlot
-from rollbook.core.records import PlanOutcome, SlotKey
+from rollbook.core.records import Blame, FinishReason, PlanOutcome, SlotKey
 from rollbook.core.staleness import fixed_ordinals
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import pairs
@@ -62,6 +62,7 @@ class Status(Tools):
                 "paused": self._pause_reason(conn, steps["planned"] + 1),
                 "failed_attempts": self._failed_attempts(conn),
                 "breaker": self._breaker_shown(conn, now_us),
+                "members": self._members(conn, lineage),
             }  # fmt: skip
         state["writer"] = {
             "commits": self._writer.commits, "operations": self._writer.operations, "waiting": self._writer.queue_depth(),
@@ -163,7 +164,30 @@ class Status(Tools):
     def _breaker_shown(self, conn: sa.Connection, now_us: int) -> dict[str, Any]:
         state = self._breaker(conn)
         since = round((now_us - state.since_us) / 1e6, 3) if state.since_us else None
-        return {"state": "open" if state.is_open else "closed", "since_s": since, **(state.detail if state.is_open else {})}
+        outcomes = self._outcomes(conn, state.since_us, self.rules.infra_window)
+        ratio = round(sum(bool(reason) for _, reason in outcomes) / len(outcomes), 4) if outcomes else 0.0
+        shown = {"state": "open" if state.is_open else "closed", "since_s": since, "ratio": ratio, "window": len(outcomes)}
+        return shown | (state.detail if state.is_open else {})
+
+    def _members(self, conn: sa.Connection, lineage: int, *where: Any) -> dict[str, int]:
+        """Slots of planned groups by what became of them: ``usable``, of those ``policy_failed``, and ``infra_failed``.
+
+        ``policy_failed`` has its reward, and the model was to blame or ran out of tokens or turns; ``infra_failed`` has none.
+        """
+        i, s, g = t.plan_item.c, t.sample.c, t.prompt_group.c
+        here = (i.run_id == self.run.run_id, self._along(i.lineage, i.step, lineage), *where)
+        blamed = sa.or_(s.blame == Blame.MODEL.value, s.finish_reason != FinishReason.STOP.value)
+        usable, failed = conn.execute(
+            sa.select(
+                sa.func.coalesce(sa.func.sum(sa.case((i.valid, 1), else_=0)), 0),
+                sa.func.coalesce(sa.func.sum(sa.case((sa.and_(i.valid, blamed), 1), else_=0)), 0),
+            ).join(t.sample, sa.and_(s.run_id == i.run_id, s.ordinal == i.ordinal, s.sibling == i.sibling)).where(*here)
+        ).one()  # fmt: skip
+        planned = sa.select(i.ordinal).where(*here).distinct()
+        slots = conn.execute(
+            sa.select(sa.func.coalesce(sa.func.sum(g.n_siblings), 0)).where(g.run_id == self.run.run_id, g.ordinal.in_(planned))
+        ).scalar_one()
+        return {"usable": int(usable), "policy_failed": int(failed), "infra_failed": int(slots) - int(usable)}
 
     def _submits(self, conn: sa.Connection) -> dict[str, int]:
         e = t.event.c
@@ -340,6 +364,7 @@ class Status(Tools):
             return
         here = {"lineage": item.lineage, "step": item.step}
         plan = conn.execute(sa.select(t.plan).where(p.run_id == run_id, p.lineage == item.lineage, p.step == item.step)).one()
+        story["members"] = self._members(conn, lineage, i.ordinal == key.ordinal)
         story |= {"state": "planned", "step": item.step, "position": item.pos, "lag": plan.base_version - int(
             self._row(conn, t.sample, key).version_min)}  # fmt: skip
         history.append((plan.planned_at_us, {"what": "planned", **here, "position": item.pos}))

@@ -22,7 +22,17 @@ import sqlalchemy as sa
 
 from rollbook.core.errors import InvalidRequest
 from rollbook.core.idempotency import payload_digest
-from rollbook.core.records import RewardStatus, Submission, SubmitOutcome, SubmitResult, Trajectory, VerdictKind
+from rollbook.core.records import (
+    Blame,
+    RewardStatus,
+    SandboxStatus,
+    Submission,
+    SubmitOutcome,
+    SubmitResult,
+    Trajectory,
+    VerdictKind,
+)
+from rollbook.core.sandboxing import blame_of
 from rollbook.core.staleness import fixed_step_of, fixed_version, head_lag, oldest_effective
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import storable
@@ -183,6 +193,8 @@ class Submitting(Leasing):
         self._store(txn, accepted)
         self._events(txn, events)
         if accepted:
+            if any(c.item.blame is Blame.INFRA for c, _, _ in accepted):
+                self._trip(txn)
             self._recover(txn)
         if freed:
             self._free(txn, freed, counts=False)
@@ -303,7 +315,7 @@ class Submitting(Leasing):
                 "version_max": c.version_max, "n_tokens": trajectory.n_tokens, "reward": item.reward,
                 "reward_status": item.reward_status.value, "sandbox_status": item.sandbox_status.value,
                 "finish_reason": item.finish_reason.value, "generate_s": item.generate_s, "verify_s": item.verify_s,
-                "salvaged": salvaged, "accepted_at_us": txn.now_us, "blame": item.blame.value if item.blame else None,
+                "salvaged": salvaged, "accepted_at_us": txn.now_us, "blame": _blame(item),
             })  # fmt: skip
             payloads.append({
                 "run_id": run_id, "ordinal": item.key.ordinal, "sibling": item.key.sibling, "token_ids": trajectory.token_ids,
@@ -339,6 +351,14 @@ def _holds(lease: Any, item: Submission) -> bool:
 
 def _receipt(c: _Checked) -> _Receipt:
     return _Receipt(c.item.lease_token, c.item.incarnation, c.item.sequence, c.digest)
+
+
+def _blame(item: Submission) -> str | None:
+    """Whose failure it was; where the worker does not say, what the sandbox's status says."""
+    if item.blame is None and item.sandbox_status is SandboxStatus.TIMEOUT_WALL:
+        return Blame.UNCLEAR.value
+    blame = item.blame or blame_of(item.sandbox_status)
+    return None if blame is None else blame.value
 
 
 def _conflict(item: Submission, stored: Any) -> str:
