@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import sqlalchemy as sa
-from ledger_support import Scene, sample_for, version
+from ledger_support import Scene, sample_for, trajectory, version
 
 from ledger_bench import Bench
 from rollbook.core.errors import Conflict, Fenced, InvalidRequest, NotFound, NotReady
@@ -22,6 +22,7 @@ from rollbook.core.records import (
     ScheduleKind,
     SlotKey,
     SubmitOutcome,
+    ToolCall,
 )
 from rollbook.ledger import schema as t
 
@@ -185,6 +186,30 @@ def test_a_sample_on_its_way_is_taken_behind_a_fork_within_tolerance(bench: Benc
     fork(s, 0.0)
     assert s.submit([late]) == [SubmitOutcome.ACCEPTED], "its version is newer than the head of the new lineage"
     assert s.ledger.explain(late.key)["state"] == "submitted"
+
+
+@pytest.mark.parametrize("dropping", [True, False])
+def test_recorded_turns_behind_a_dropping_fork_are_no_beginning_for_another_attempt(bench: Bench, dropping: bool) -> None:
+    s = history(bench)
+    old, young = s.lease(2)
+    for grant, sampled_by in ((old, 1), (young, 3)):
+        s.ledger.record_tool_call(tool_call(grant.key, sampled_by), grant.token)
+    assert old.key.ordinal != young.key.ordinal and old.version == young.version == 3
+    fork(s, 0.5 if dropping else 0.0)
+    closed = bench.rows(f"SELECT DISTINCT kind, reason FROM verdict WHERE ordinal = {young.key.ordinal}")
+    reason = "orphan_version: version 3 of lineage 0 lies behind the fork at step 1"
+    assert closed == ([("orphan_version", reason)] if dropping else [])
+    assert bench.rows(f"SELECT count(*) FROM verdict WHERE ordinal = {old.key.ordinal}") == [(0,)]
+    train(s, 1, 2, 3, 4)  # from here on the new lineage has a version 3 as well
+    s.feed(6)
+    assert young.key not in [g.key for g in s.lease(100, loaded=head(s))]
+    with pytest.raises(Fenced) if dropping else nullcontext():
+        s.ledger.record_tool_call(tool_call(young.key, 3), young.token)
+    assert s.ledger.audit() == []
+
+
+def tool_call(key: SlotKey, sampled_by: int) -> ToolCall:
+    return ToolCall(key, 0, "digest", trajectory(policy_version=sampled_by), "counter", "{}")
 
 
 def test_a_worker_is_told_the_head_of_the_new_lineage_and_gets_nothing_that_would_be_too_stale(bench: Bench) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from rollbook.core.errors import Conflict, InvalidRequest, NotFound
+from rollbook.core.packing import unpack_i32
 from rollbook.core.records import ForkVerdict, Lineage, Role, RoleTerm, SlotKey
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import load_lineages
@@ -33,8 +34,8 @@ class Forking(Publishing):
         """Close ``parent`` and continue from its step ``fork_step`` in a new lineage, under the same plans.
 
         ``difference`` is the largest relative weight difference found; None, nothing could be compared, is beyond any
-        tolerance. Beyond it, groups with a sample of a version behind the fork that is in no plan are closed as
-        ``orphan_version`` and refilled, unless ``keep_orphans``.
+        tolerance. Beyond it, groups with a sample, or a recorded turn, of a version behind the fork that is in no plan are
+        closed as ``orphan_version`` and refilled, unless ``keep_orphans``.
         Transaction: lineage, copied plans, verdicts, refills. Idempotent: by (parent, fork_step).
         Raises: Conflict (``parent`` forked elsewhere), InvalidRequest (nothing is recorded behind the step), NotFound, Fenced.
         """
@@ -113,6 +114,21 @@ class Forking(Publishing):
             .group_by(s.ordinal, s.lineage).order_by(s.ordinal, s.lineage)
         ).all()  # fmt: skip
 
+    def _turns_behind(self, conn: sa.Connection, line: Lineage) -> Iterator[tuple[int, int]]:
+        """Open slots whose recorded turns are of a version behind the fork: group's ordinal, that version.
+
+        Another attempt would go on from these turns, and once the new lineage has that number, nothing would tell whose they are.
+        """
+        c, s, v = t.tool_call.c, t.sample.c, t.verdict.c
+        ended = [sa.exists().where(e.run_id == c.run_id, e.ordinal == c.ordinal, e.sibling == c.sibling) for e in (s, v)]
+        rows = conn.execute(
+            sa.select(c.ordinal, c.versions)
+            .where(c.run_id == self.run.run_id, c.ordinal >= self._watermark, *(~over for over in ended)).order_by(c.ordinal)
+        )  # fmt: skip
+        for row in rows:
+            if row.versions and (version := max(unpack_i32(row.versions))) > line.fork_step:
+                yield row.ordinal, version
+
     def _copy_plans(self, txn: Txn, term: RoleTerm, line: Lineage) -> int:
         """Plans and items of the parent's ancestry behind the fork, under the new lineage."""
         n = 0
@@ -132,8 +148,11 @@ class Forking(Publishing):
 
     def _drop_behind(self, txn: Txn, line: Lineage, orphans: Sequence[Any]) -> None:
         """Close the groups of orphans and take back leases under which only further orphans could be sampled."""
-        for ordinal, orphan in {orphan.ordinal: orphan for orphan in orphans}.items():
-            self._drop_orphan(txn, ordinal, orphan_reason(orphan.lineage, orphan.version, line.fork_step))
+        reasons = {o.ordinal: orphan_reason(o.lineage, o.version, line.fork_step) for o in orphans}
+        for ordinal, version in self._turns_behind(txn.conn, line):
+            reasons.setdefault(ordinal, orphan_reason(line.parent or 0, version, line.fork_step))
+        for ordinal, reason in reasons.items():
+            self._drop_orphan(txn, ordinal, reason)
         lease = t.lease.c
         held = txn.conn.execute(
             sa.select(t.lease).where(
