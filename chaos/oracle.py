@@ -20,7 +20,7 @@ Key = tuple[int, int]
 
 TABLES = (
     "run", "config_revision", "lineage", "fence", "cursor", "prompt_group", "slot", "lease", "sample", "payload", "verdict",
-    "failure", "plan", "plan_item", "plan_outcome", "policy_version", "checkpoint", "event",
+    "failure", "tool_call", "plan", "plan_item", "plan_outcome", "policy_version", "checkpoint", "event",
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def findings(tables: dict[str, list[Row]], run_dir: Path | None, *, steps: int, 
     """
     ledger = Ledger(tables)
     found: list[str] = []
-    for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, failures, epochs):
+    for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, failures, turns, epochs):
         found += [f"{check.__name__}: {detail}" for detail in check(ledger)]
     found += [f"steps: {detail}" for detail in _steps(ledger, steps)]
     found += [f"submissions: {detail}" for detail in submissions(ledger)]
@@ -197,8 +197,12 @@ def rewards(ledger: Ledger) -> Iterator[str]:
 
 
 def leases(ledger: Ledger) -> Iterator[str]:
-    """Every sample was granted to exactly this worker under exactly this token and version; seeds come from the key."""
-    granted = {}
+    """Every sample was granted to exactly this worker under exactly this token and version; seeds come from the key.
+
+    One that went on from recorded turns may have no token of the version it was leased for, but none of a newer one.
+    """
+    granted: dict[tuple[int, int, int], tuple[str, int, int]] = {}
+    resumed = {key_of(row) for row in ledger["tool_call"]}
     for event in ledger["event"]:
         if event["kind"] == "lease_granted":
             detail = json.loads(event["detail_json"])
@@ -208,7 +212,8 @@ def leases(ledger: Ledger) -> Iterator[str]:
             granted[place] = (event["incarnation"], detail["lineage"], detail["version"])
     for key, sample in ledger.samples.items():
         stated = (sample["incarnation"], sample["lineage"], sample["version_max"])
-        if granted.get((*key, sample["lease_token"])) != stated:
+        lease = granted.get((*key, sample["lease_token"]), ("", -1, -1))
+        if lease != stated and not (key in resumed and lease[:2] == stated[:2] and lease[2] > stated[2]):
             yield f"sample {key}: {stated} under token {sample['lease_token']} was not granted"
     for slot in ledger["slot"]:
         seed = int(sha("seed", ledger.rules["config_seed"], slot["ordinal"], slot["sibling"])[:16], 16) % 2**31
@@ -366,6 +371,24 @@ def failures(ledger: Ledger) -> Iterator[str]:
             is_open = row["kind"] == "breaker_opened"
         elif row["kind"] == "step_planned" and is_open:
             yield f"a step was planned while the breaker was open: {row['detail_json']}"
+
+
+def turns(ledger: Ledger) -> Iterator[str]:
+    """A sample with n answers of tools begins with what was recorded before each of its slot's first n calls, all answered."""
+    calls: dict[Key, list[Row]] = defaultdict(list)
+    for row in sorted(ledger["tool_call"], key=lambda r: r["call_index"]):
+        if row["call_index"] != len(calls[key_of(row)]):
+            yield f"calls of slot {key_of(row)} are not numbered without a gap"
+        calls[key_of(row)].append(row)
+    for key, payload in ledger.payloads.items():
+        mask = bytes(payload["loss_mask"])
+        ends = [i for i in range(1, len(mask)) if mask[i - 1] and not mask[i]]
+        if len(ends) > len(calls[key]):
+            yield f"sample {key} has {len(ends)} answers of tools, its slot {len(calls[key])} calls"
+        for end, call in zip(ends, calls[key], strict=False):
+            same = all(bytes(payload[name])[: 4 * end] == bytes(call[name]) for name in ("token_ids", "logprobs"))
+            if call["response_json"] is None or not same or (bytes(call["loss_mask"]) or b"\1" * end) != mask[:end]:
+                yield f"sample {key} does not go on from its slot's call {call['call_index']}"
 
 
 def epochs(ledger: Ledger) -> Iterator[str]:

@@ -17,6 +17,7 @@ from unittest import mock
 import sqlalchemy as sa
 import torch
 
+from rollbook.core.environments import ToolReply
 from rollbook.core.host import host
 from rollbook.core.idempotency import digest as idempotency_digest
 from rollbook.core.records import Cursor, SubmitOutcome, VerdictKind
@@ -34,6 +35,7 @@ from rollbook.observe.failpoints import failpoint
 from rollbook.rollout import worker
 from rollbook.rollout.episodes import Episodes
 from rollbook.tasks.stream import TaskStream
+from simulation.tools import ToolJudge
 
 Patch = Callable[[], AbstractContextManager[Any]]
 
@@ -47,7 +49,7 @@ class Defect:
     """Where such a bug was seen."""
     install: Patch
     needs: tuple[str, ...]
-    """Kinds of faults without which it cannot show; they are among those of every seed that looks for it."""
+    """Kinds of faults, or ``tools``, without which it cannot show; they are in every seed that looks for it."""
 
 
 DEFECTS: dict[str, Defect] = {}
@@ -325,4 +327,37 @@ def seed_from_the_attempt() -> Iterator[None]:
         original(self, [dataclasses.replace(g, seed=(g.seed + g.token - 1) % 2**31) for g in grants])
 
     with mock.patch.object(Episodes, "add", add):
+        yield
+
+
+@defect("crewAI 5802", "kill", "tools")
+def impure_call_made_again() -> Iterator[None]:
+    """Whoever takes a rollout over makes a call without a recorded answer again, whatever the call did."""
+    original = Episodes._continue
+
+    def go_on(self: Any, episode: Any, calls: Any) -> None:
+        with mock.patch.object(self.judge, "pure_tools", dict.fromkeys(self.judge.pure_tools, True)):
+            original(self, episode, calls)
+
+    with mock.patch.object(Episodes, "_continue", go_on):
+        yield
+
+
+@defect("verl 6978", "tools")
+def tool_failure_shown_to_the_model() -> Iterator[None]:
+    """What a tool's infrastructure failed with is recorded as its answer."""
+    original = ToolJudge.call_tool
+
+    def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        future = original(self, *args, **keywords)
+        result = future.result
+
+        def answered() -> Any:
+            reply = result()
+            return ToolReply(f"error: {reply.reason}") if reply.failed else reply
+
+        future.result = answered
+        return future
+
+    with mock.patch.object(ToolJudge, "call_tool", call):
         yield

@@ -37,6 +37,8 @@ class Options:
     no_verdict: float = 0.0
     outage: tuple[float, float] = (0.0, 0.0)
     """From when to when (simulated seconds) no sandbox can be made."""
+    tools: str = ""
+    """``pure`` or ``once``: tasks have a tool, whose calls may run again or not."""
     generate_s: tuple[float, float] = (0.2, 1.2)
     server_locked: bool = True
     """The database file is locked by its server, as SQLite's is; without, two servers may live, as on PostgreSQL."""
@@ -59,7 +61,7 @@ class Options:
 
     def unbroken(self) -> Options:
         """The same configuration with nothing going wrong: what oracle W compares with."""
-        keep = ("schedule", "config_seed", "lag", "steps", "groups_per_step", "group_size", "minibatches", "one_epoch")
+        keep = ("schedule", "config_seed", "lag", "steps", "groups_per_step", "group_size", "minibatches", "one_epoch", "tools")
         return Options(seed=0, **{name: getattr(self, name) for name in keep})
 
 
@@ -78,10 +80,6 @@ UNREACHED = {
     "worker.spool.after_aside": "nothing in a spool is refused here: tests/unit/test_worker_crash_points.py",
     "learner.revision.before_rename": "the ledger server writes revisions first: tests/integration/test_learner_crash_points.py",
     "learner.revision.after_rename": "the ledger server writes revisions first: tests/integration/test_learner_crash_points.py",
-    "worker.tool.before_record": "simulated tasks have no tools: tests/unit/test_episodes.py",
-    "worker.tool.after_record": "simulated tasks have no tools: tests/unit/test_episodes.py",
-    "worker.tool.after_call": "simulated tasks have no tools: tests/unit/test_episodes.py",
-    "worker.tool.after_answer": "simulated tasks have no tools: tests/unit/test_episodes.py",
     "ledger.open.after_revision": "the configuration does not change here: tests/contract/test_ledger_crash_points.py",
 }
 """Windows that simulated runs do not come by, why, and where a process dies in them instead."""
@@ -102,7 +100,7 @@ STRIKES = (
 
 
 def draw(seed: int, *needs: str) -> Options:
-    """The options of a seed, with the kinds of faults in ``needs`` among its own."""
+    """The options of a seed, with the kinds of faults in ``needs`` among its own, and tools where it names these."""
     rng = random.Random(f"options.{seed}")
     o = Options(seed=seed)
     o.schedule = rng.choice(("bounded", "fixed"))
@@ -134,8 +132,8 @@ def draw(seed: int, *needs: str) -> Options:
         o.strikes = tuple(rng.sample(STRIKES, rng.randint(1, 6)))
         o.strikes_max = rng.randint(1, 8)
         o.strike_every_s = rng.choice((1.0, 3.0, 8.0))
-    if needs:
-        o.strikes, o.strikes_max = tuple(dict.fromkeys((*needs, *o.strikes[:2]))), max(o.strikes_max, 4)
+    if faults := [need for need in needs if need != "tools"]:
+        o.strikes, o.strikes_max = tuple(dict.fromkeys((*faults, *o.strikes[:2]))), max(o.strikes_max, 4)
         o.server_locked = o.server_locked and "second_server" not in needs
     if window in ("learner.role_lost", "ledger.fence_lost"):
         o.strikes, o.strikes_max, o.server_locked, o.replaces_paused = ("pause_long",), 8, False, True
@@ -143,4 +141,8 @@ def draw(seed: int, *needs: str) -> Options:
     if outages.random() < 0.25:
         begins = outages.uniform(0.0, 10.0)
         o.outage = (begins, begins + outages.uniform(1.0, 30.0))
+    tools = random.Random(f"tools.{seed}")
+    if tools.random() < 0.25 or "tools" in needs or any(name.startswith("worker.tool.") for name in o.crash_at):
+        # The fixed schedule may lose no member, so a call that may not run again would end the run.
+        o.tools = "pure" if o.schedule == "fixed" else tools.choice(("pure", "once"))
     return o

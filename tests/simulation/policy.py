@@ -69,8 +69,10 @@ def load_policy(config: Config) -> Policy:
 class SimEngine:
     """Samples the table in float64 from uniforms that belong to the request's seed alone."""
 
-    def __init__(self, config: Config, seconds: tuple[float, float]) -> None:
+    def __init__(self, config: Config, seconds: tuple[float, float], turns: bool = False) -> None:
+        """``turns``: many tokens end a turn, so that episodes have several."""
         self._seconds, self._version = seconds, -1
+        self._is_end = (lambda token: token % 4 == 1) if turns else (lambda token: token == EOS)
         self._rng = host().rng()
 
     def manifest(self) -> dict[str, object]:
@@ -95,7 +97,8 @@ class SimEngine:
         return [self._one(request, sampling) for request in requests]
 
     def _one(self, request: GenerationRequest, sampling: SamplingSettings) -> Generation:
-        uniforms = np.random.Generator(np.random.Philox(key=[request.seed, 5])).random(sampling.max_new_tokens)
+        n = sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        uniforms = np.random.Generator(np.random.Philox(key=[request.seed, 5])).random(n)
         token, tokens, logprobs = request.prompt_ids[-1], [], []
         for uniform in uniforms:
             if token not in self._cumulated:
@@ -104,10 +107,10 @@ class SimEngine:
             logprobs.append(float(self._logprobs[token, following]))
             tokens.append(following)
             token = following
-            if token == EOS:
+            if self._is_end(token):
                 break
         trajectory = Trajectory(pack_i32(tokens), pack_f32(logprobs), pack_i32([self._version] * len(tokens)))
-        reason = FinishReason.STOP if token == EOS else FinishReason.LENGTH
+        reason = FinishReason.STOP if self._is_end(token) else FinishReason.LENGTH
         return Generation(request.key, trajectory, reason)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -121,9 +124,14 @@ outage = (0.0, 0.0)
 """From when to when no sandbox can be made; set by the world for its run."""
 
 
+def no_sandbox() -> bool:
+    """Whether it is the time of the outage."""
+    return outage[0] <= host().monotonic() - MONOTONIC_BEGINS < outage[1]
+
+
 def reward(completion: str, task: dict) -> RewardResult | float:
     """A coin that completion and task decide; where the task says so, now and then no verdict at all."""
-    if outage[0] <= host().monotonic() - MONOTONIC_BEGINS < outage[1]:
+    if no_sandbox():
         return RewardResult(
             None, RewardStatus.INFRA_ERROR, "no sandbox could be made", sandbox_status=SandboxStatus.INFRA_SPAWN,
             blame=Blame.INFRA,

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from rollbook.core.errors import RollbookError
-from rollbook.core.packing import unpack_i32
 from rollbook.learner.replay import replay
 from rollbook.ledger.ledger import Ledger
+from simulation import tools
 from simulation.kernel import Stuck
 from simulation.network import Weather
 from simulation.options import UNREACHED, WINDOWS, Options, draw
@@ -118,6 +118,7 @@ def judge(world: World) -> list[str]:
               if not text.startswith("rewards: ")]  # fmt: skip
     world.happened = Counter(row["kind"] for row in (*tables["event"], *tables["verdict"]))
     found += [*_rewards(tables), *_tasks(tables)]
+    found += tools.findings(tables, world.effects, RUN_ID, world.options.tools == "pure")
     if world.options.schedule == "fixed" and not found and world.options != world.options.unbroken():
         if oracle.identity(tables) != unbroken(_key(world.options)):
             found.append("oracle W: the run is not the unbroken run of its configuration")
@@ -127,7 +128,7 @@ def judge(world: World) -> list[str]:
 def _rewards(tables: dict[str, list[dict[str, Any]]]) -> list[str]:
     """The oracle knows the shipped task's reward; this is the one of simulated runs, asked again."""
     tasks = {g["ordinal"]: json.loads(g["task_json"]) for g in tables["prompt_group"]}
-    tokens = {(p["ordinal"], p["sibling"]): unpack_i32(bytes(p["token_ids"])) for p in tables["payload"]}
+    tokens = {(p["ordinal"], p["sibling"]): tools.last_turn(p) for p in tables["payload"]}
     found = []
     for sample in tables["sample"]:
         key = sample["ordinal"], sample["sibling"]
@@ -154,13 +155,13 @@ def _tasks(tables: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def _key(options: Options) -> tuple[Any, ...]:
     o = options.unbroken()
-    return (o.config_seed, o.lag, o.steps, o.groups_per_step, o.group_size, o.minibatches, o.one_epoch)
+    return (o.config_seed, o.lag, o.steps, o.groups_per_step, o.group_size, o.minibatches, o.one_epoch, o.tools)
 
 
 @functools.cache
 def unbroken(key: tuple[Any, ...]) -> dict[str, Any]:
     """Identity of the run of a fixed-lag configuration in which nothing goes wrong."""
-    names = ("config_seed", "lag", "steps", "groups_per_step", "group_size", "minibatches", "one_epoch")
+    names = ("config_seed", "lag", "steps", "groups_per_step", "group_size", "minibatches", "one_epoch", "tools")
     options = Options(seed=0, schedule="fixed", **dict(zip(names, key, strict=True)))
     world = World(options, template())
     with world.patched():
@@ -268,6 +269,7 @@ def shrink(options: Options, is_caught: Callable[[Options], bool]) -> Options:
         lambda o: dataclasses.replace(o, workers=1),
         lambda o: dataclasses.replace(o, no_verdict=0.0),
         lambda o: dataclasses.replace(o, outage=(0.0, 0.0)),
+        lambda o: dataclasses.replace(o, tools=""),
         lambda o: dataclasses.replace(o, server_locked=True, replaces_paused=False),
     ]  # fmt: skip
     for change in candidates:

@@ -27,6 +27,7 @@ from rollbook.core.records import CheckpointState
 from rollbook.learner.loop import run_learner
 from rollbook.ledger.ledger import Ledger
 from rollbook.observe import failpoints
+from rollbook.rollout.judges import Opened, open_judge
 from rollbook.rollout.worker import run_worker
 from rollbook.rpc import convert
 from rollbook.rpc.address import address_in
@@ -35,7 +36,7 @@ from rollbook.supervise.policy import RestartPolicy
 from rollbook.tasks import tokenizer
 from rollbook.tasks.feeder import run_feeder
 from rollbook.v1 import ledger_service_pb2 as pb
-from simulation import policy
+from simulation import policy, tools
 from simulation.disk import Disk
 from simulation.images import DatabaseDisk
 from simulation.kernel import Kernel
@@ -68,7 +69,8 @@ def config_of(options: Options, directory: Path) -> Config:
         "model": {"path": str(MODEL)},
         "task": {"source": "jsonl", "path": str(tasks), "reward": "simulation.policy:reward", "epochs": int(options.one_epoch)},
         "schedule": {"kind": options.schedule, "max_lag_versions": options.lag, "lag_versions": options.lag},
-        "sampling": {"max_new_tokens": 4},
+        "sampling": {"max_new_tokens": tools.TOKENS_MAX if options.tools else 4},
+        "environment": {"turns_max": tools.TURNS_MAX},
         "workers": [{"engine": "transformers", "count": options.workers, "slots": options.slots, "max_model_len": 48}],
         "learner": {
             "groups_per_step": options.groups_per_step, "group_size": options.group_size, "minibatches": options.minibatches,
@@ -124,6 +126,8 @@ class World(Nemesis):
         self.processes: list[Process] = []
         self.acks: list[dict[str, Any]] = []
         self.told: dict[tuple[str, int, int], str] = {}
+        self.effects: Counter[tools.Call] = Counter()
+        """What the tools of this run did outside of it."""
         self.broken: list[str] = []
         """Answers that contradict earlier ones."""
         self.crossed: Counter[str] = Counter()
@@ -164,7 +168,7 @@ class World(Nemesis):
     def _worker(self, index: int, process: Process) -> None:
         run_worker(
             self.config, index, self._client(process), self._client(process), process.stop,  # type: ignore[arg-type]
-            engine_factory=lambda config, kind: policy.SimEngine(config, self.options.generate_s),
+            engine_factory=lambda config, kind: policy.SimEngine(config, self.options.generate_s, bool(self.options.tools)),
         )  # fmt: skip
 
     def _client(self, process: Process) -> LedgerClient:
@@ -364,6 +368,11 @@ class World(Nemesis):
         self.disk.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
+    def _open_judge(self, config: Config, log_path: Path) -> Opened:
+        if not self.options.tools:
+            return open_judge(config, log_path)
+        return Opened(tools.ToolJudge(config, self.options.tools == "pure", self.effects, self.options.generate_s))
+
     @contextmanager
     def patched(self) -> Iterator[None]:
         """The seams that are no arguments: what stands in for heavy libraries, and who is told of failpoints and databases."""
@@ -398,6 +407,8 @@ class World(Nemesis):
                 mock.patch("rollbook.tasks.prompts.load_tokenizer", tokenizer_of),
                 mock.patch("rollbook.tasks.turns.load_tokenizer", tokenizer_of),
                 mock.patch("rollbook.rollout.judges.judges_in_process", lambda config: True),
+                mock.patch("rollbook.rollout.worker.open_judge", self._open_judge),
+                mock.patch("rollbook.rollout.episodes.wait", tools.wait),
             ):
                 yield
         finally:
