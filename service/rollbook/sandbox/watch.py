@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from rollbook.sandbox.cgroups import Groups
 from rollbook.sandbox.job import CLAIM_BYTES_MAX, READY, write_all
+from rollbook.sandbox.trees import size_of
 
 TICK_S = 0.05
 SETUP_S = 10.0
@@ -222,18 +223,6 @@ def _processes_of(uid: int) -> list[int]:
             if os.stat(f"/proc/{int(name)}").st_uid == uid:
                 found.append(int(name))
     return found
-
-
-def size_of(directory: str) -> int:
-    """Bytes that files below a directory occupy; what vanishes meanwhile is not counted."""
-    total = 0
-    for place, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512
-            except OSError:
-                continue
-    return total
 
 
 def write_report(fd: int, report: dict) -> None:

@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -31,6 +30,7 @@ from rollbook.sandbox import bubblewrap, kernel, landlock
 from rollbook.sandbox.cgroups import Groups
 from rollbook.sandbox.job import become_job, reap
 from rollbook.sandbox.seccomp import filter_program
+from rollbook.sandbox.trees import remove
 from rollbook.sandbox.watch import SETUP_S, Watch, resident_bytes, sweep, threads_of, write_report
 
 MODES = ("namespaces", "bubblewrap", "landlock", "nothing")
@@ -215,7 +215,7 @@ def watcher(
         result = watch.run(pid)
         if mode not in PID_NAMESPACED:
             sweep(outer_id if mode == "landlock" else 0)
-            shutil.rmtree(place, ignore_errors=True)
+            remove(place)
         write_report(report, result)
     except OSError as error:
         write_report(report, {"is_spawned": False, "error": str(error), "enforced": []})

@@ -11,7 +11,6 @@ import ctypes
 import os
 import select
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.core.host import host
+from rollbook.sandbox.trees import remove
 
 SECRET_VARIABLE = "ROLLBOOK_ATTACK_ANSWERS"
 SECRET_PREFIX = "rollbook-secret-"
@@ -108,7 +108,7 @@ class Bait:
         self._listener.join(timeout=2)
         for fd in self._descriptors:
             os.close(fd)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove(str(self.directory))
 
     def _take_signals(self) -> int:
         """A descriptor that becomes readable with the signal itself, whichever thread of the suite is awake."""

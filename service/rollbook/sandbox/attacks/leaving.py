@@ -15,6 +15,7 @@ from pathlib import Path
 from rollbook.core.records import SandboxStatus
 from rollbook.core.sandboxing import INFRA
 from rollbook.sandbox.attacks.probe import LOOK, Attack, Trial, Untried
+from rollbook.sandbox.trees import directories
 
 _ENTRIES_MAX = 20_000
 _PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/etc", "/usr/local", "/", "~")
@@ -36,9 +37,9 @@ def _planted(trial: Trial) -> str:
     """A path by which a reader on this side would follow the program's link: looked for in every directory for scratch space."""
     n = 0
     for top in sorted({os.path.realpath(place) for place in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())}):
-        for directory, names, files in os.walk(top):
-            n += 1 + len(files)
-            if trial.mark in files or trial.mark in names:
+        for directory, entries in directories(top):
+            n += len(entries)
+            if any(entry.name == trial.mark for entry in entries):
                 return f"its link lies on this side, at {directory}"
             if n > _ENTRIES_MAX:
                 break

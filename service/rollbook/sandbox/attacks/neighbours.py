@@ -71,11 +71,14 @@ places = [".", "..", "/tmp", "/var/tmp", "/dev/shm", f"/proc/{B['other']}/cwd", 
 for place in places:
     leak(read(f"{place}/{B['mark']}"))
 for top in ("/tmp", "/var/tmp", "/dev/shm", "..", "/work", "/scratch"):
-    for n, (directory, names, files) in enumerate(os.walk(top)):
-        if B["mark"] in files:
-            leak(read(os.path.join(directory, B["mark"])))
-        if n > 3000:
-            break
+    try:
+        for n, (directory, names, files) in enumerate(os.walk(top)):
+            if B["mark"] in files:
+                leak(read(os.path.join(directory, B["mark"])))
+            if n > 3000:
+                break
+    except RecursionError:  # somebody left a deep tree there
+        pass
 leak(read(f"/proc/{B['other']}/environ"))
 """
 
