@@ -360,8 +360,9 @@ def failures(ledger: Ledger) -> Iterator[str]:
     for row in ledger["failure"]:
         if row["status"] == "given" or row["blame"] not in ("model", "infra", "unclear"):
             yield f"failure of slot {key_of(row)} has status {row['status']}, blame {row['blame']}"
+    slots = {attempt[:2] for attempt in rows}
     for row in ledger["verdict"]:
-        if row["kind"] == "failed" and not any(attempt[:2] == key_of(row) for attempt in rows):
+        if row["kind"] == "failed" and key_of(row) not in slots:
             yield f"slot {key_of(row)} failed without a failed attempt"
     is_open = False
     for row in sorted(ledger["event"], key=lambda r: r["seq"]):

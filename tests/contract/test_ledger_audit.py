@@ -63,7 +63,10 @@ PLANTED: dict[str, list[str | Callable[[], sa.Executable]]] = {
         "INSERT INTO lineage (run_id, lineage, parent, fork_step, created_at_us, verdict) VALUES ('run', 1, 0, 3, 1, 'within')",
     ],
     "reward_rule": [],
-    "blame": ["UPDATE sample SET sandbox_status = 'oom' WHERE ordinal = 4 AND sibling = 0"],
+    "blame": [
+        "UPDATE sample SET blame = 'model', accepted_at_us = 1 WHERE ordinal = 0 AND sibling = 0; "
+        "UPDATE sample SET sandbox_status = 'oom' WHERE ordinal = 4 AND sibling = 0"
+    ],
     "failure_rows": [
         f"INSERT INTO failure ({FAILURE}) VALUES ('run', 6, 0, 9, 1, 'w', 'timeout', 'oom', 'infra', '', 0, 0, 0, '', false, 1)",
         f"INSERT INTO failure ({FAILURE}) VALUES ('run', 4, 0, 1, 1, 'w', 'timeout', 'oom', 'infra', '', 0, 0, 0, '', false, 1); "

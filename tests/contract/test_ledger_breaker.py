@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+import sqlalchemy as sa
 from ledger_support import Scene
 
 from ledger_bench import Bench
@@ -174,11 +175,103 @@ def test_what_is_not_infrastructures_own_failure_does_not_open_it(bench: Bench, 
     assert breaker(s) == "closed"
 
 
-def test_it_stays_closed_before_there_are_enough_outcomes(bench: Bench) -> None:
+def test_it_opens_when_no_samples_to_come_could_outweigh_what_failed(bench: Bench) -> None:
     s = bench.scene(**WINDOW)
     s.feed(20)
-    fail(s, s.lease(7))
+    fail(s, s.lease(3))
     assert breaker(s) == "closed"
+    fail(s, s.lease(1))
+    assert breaker(s) == "open", "4 of 8, whatever the other 4 will be"
+
+
+def test_where_few_slots_are_in_flight_it_opens_before_their_attempts_are_spent(bench: Bench) -> None:
+    s = bench.scene(infra_window=64, infra_failures_max=0.5, attempts_max=3, groups_per_step=1, schedule=ScheduleKind.FIXED)
+    s.feed(9)
+    for _ in range(12):
+        fail(s, s.lease(1))
+    assert breaker(s) == "open"
+    assert {attempt for (attempt,) in bench.rows("SELECT attempt FROM lease")} == {0}, "what the outage has cost is given back"
+    for _ in range(3):
+        bench.let_time_pass(10.0)
+        s.submit(s.lease(1))
+    s.submit(s.lease(9))
+    assert len(s.plan(1).items) == 2 and s.ledger.audit() == []
+
+
+def test_an_environment_that_raises_opens_it(bench: Bench) -> None:
+    """A reward's own service may be down; without, every prompt in flight would be quarantined."""
+    s = bench.scene(**WINDOW)
+    s.feed(20)
+    fail(s, s.lease(4), status=RewardStatus.VERIFIER_ERROR, blame=Blame.UNCLEAR)
+    assert breaker(s) == "open"
+
+
+def test_what_was_leased_before_it_opened_does_not_close_it(bench: Bench) -> None:
+    s = bench.scene(**WINDOW)
+    s.feed(20)
+    old = s.lease(6)
+    fail(s, s.lease(4))
+    bench.let_time_pass(1.0)
+    s.submit(old)
+    assert breaker(s) == "open", "they were judged while all was well"
+    for _ in range(3):
+        assert breaker(s) == "open"
+        s.submit(s.lease(9))
+    assert breaker(s) == "closed" and s.ledger.audit() == []
+
+
+def test_a_probe_whose_failure_is_unclear_costs_no_attempt_and_is_paused_for(bench: Bench) -> None:
+    s = bench.scene(**OUTAGE, schedule=ScheduleKind.FIXED)
+    s.feed(2)
+    fail(s, s.lease(4))
+    for pause_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
+        if pause_s >= 4:
+            bench.let_time_pass(pause_s - 3)
+            assert s.lease(9) == ()
+        bench.let_time_pass(pause_s)
+        fail(s, s.lease(9), status=RewardStatus.TIMEOUT, blame=Blame.UNCLEAR)
+    assert {attempt for (attempt,) in bench.rows("SELECT attempt FROM lease")} == {0}
+
+
+def test_samples_that_nobody_could_judge_do_not_close_it(bench: Bench) -> None:
+    s = bench.scene(**OUTAGE | {"group_size": 4, "survivors_min": 1})
+    s.feed(4, 4)
+    fail(s, s.lease(4))
+    unclear = {"reward": None, "reward_status": RewardStatus.TIMEOUT, "sandbox_status": SandboxStatus.TIMEOUT_WALL}
+    for _ in range(3):
+        bench.let_time_pass(20.0)
+        s.submit(s.lease(9), **unclear)
+    assert breaker(s) == "open"
+
+
+def test_a_probe_whose_slot_an_older_attempt_fills_is_over(bench: Bench) -> None:
+    s = bench.scene(**OUTAGE | {"infra_window": 3}, schedule=ScheduleKind.FIXED)
+    s.feed(2)
+    late = s.lease(1)[0]
+    bench.let_time_pass(31.0)
+    fail(s, s.lease(3))
+    assert breaker(s) == "open"
+    for _ in range(9):
+        bench.let_time_pass(10.0)
+        probe = s.lease(9)
+        if probe[0].key == late.key:
+            break
+        fail(s, probe)
+    assert probe[0].key == late.key and s.submit([late]) == [SubmitOutcome.ACCEPTED]
+    bench.let_time_pass(10.0)
+    assert len(s.lease(9)) == 1 and s.ledger.audit() == []
+
+
+def test_groups_that_an_outage_closes_are_refilled_however_often(bench: Bench) -> None:
+    s = bench.scene(**OUTAGE | {"infra_window": 2, "groups_per_step": 1, "max_lag_versions": 0})
+    s.feed(1)
+    fail(s, s.lease(2))
+    for _ in range(60):
+        bench.let_time_pass(10.0)
+        fail(s, s.lease(9))
+    chain = bench.rows("SELECT count(*) FROM prompt_group WHERE refills IS NOT NULL")[0][0]
+    assert chain > s.record.rules.attempts_max and len(s.lease(9)) + len(s.lease(9)) <= 1
+    assert s.ledger.audit() == []
 
 
 def test_it_never_opens_where_it_is_switched_off(bench: Bench) -> None:
@@ -192,20 +285,20 @@ def test_probes_that_fail_are_repeated_ever_more_rarely(bench: Bench) -> None:
     s = bench.scene(**WINDOW)
     s.feed(20)
     fail(s, s.lease(8))
-    for pause_s in (0.0, 0.5, 1.0, 2.0, 4.0):
-        if pause_s:
-            bench.let_time_pass(pause_s - 0.25)
+    for pause_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
+        if pause_s >= 4:
+            bench.let_time_pass(pause_s - 3)
             assert s.lease(9) == ()
-        bench.let_time_pass(0.25)
+        bench.let_time_pass(pause_s)
         probe = s.lease(9)
         assert len(probe) == 1
         fail(s, probe)
     for _ in range(8):
         bench.let_time_pass(10.0)
         fail(s, s.lease(9))
-    bench.let_time_pass(9.0)
+    bench.let_time_pass(7.0)
     assert s.lease(9) == ()
-    bench.let_time_pass(1.0)
+    bench.let_time_pass(3.0)
     assert len(s.lease(9)) == 1, "but not more rarely than every ten seconds"
 
 
@@ -222,7 +315,7 @@ def test_an_outage_costs_no_attempt_and_no_prompt(bench: Bench, schedule: Schedu
         probed += s.lease(9)
         fail(s, probed[-1:])
     assert [g.key for g in probed[:4]] == sorted(g.key for g in probed[:4]) and len({g.key for g in probed[:4]}) == 4
-    assert verdicts(bench) == {} and {g.attempt for g in probed} == {2}
+    assert verdicts(bench) == {} and {g.attempt for g in probed} == {1}, "those before it opened are given back"
     for _ in range(3):
         bench.let_time_pass(30.0)
         s.submit(s.lease(9))
@@ -250,7 +343,7 @@ def test_tasks_that_always_fail_are_given_up_where_no_other_group_may_be_opened(
     s = bench.scene(**OUTAGE | {"infra_window": 2, "groups_per_step": 1, "max_lag_versions": 0})
     s.feed(4)
     fail(s, s.lease(2))
-    for _ in range(4):
+    for _ in range(5):
         bench.let_time_pass(30.0)
         probe = s.lease(9)
         assert probe[0].key.ordinal == 0
@@ -270,15 +363,15 @@ def test_what_is_the_models_own_failure_spends_its_attempt_in_an_outage_too(benc
     assert breaker(s) == "open"
     for _ in range(2):
         fail(s, s.lease(9), blame=Blame.MODEL, status=RewardStatus.NO_VERDICT)
-    assert bench.rows("SELECT attempt FROM lease ORDER BY ordinal, sibling") == [(2,), (2,), (1,), (1,)]
+    assert bench.rows("SELECT attempt FROM lease ORDER BY ordinal, sibling") == [(1,), (1,), (0,), (0,)]
 
 
 def test_samples_without_a_reward_that_infrastructure_is_to_blame_for_count_as_failures(bench: Bench) -> None:
     s = bench.scene(**WINDOW | {"group_size": 8, "survivors_min": 1})
     s.feed(20, 8)
     none = {"reward": None, "reward_status": RewardStatus.INFRA_ERROR, "blame": Blame.INFRA}
-    s.submit(s.lease(7), **none)
-    assert breaker(s) == "closed", "7 outcomes"
+    s.submit(s.lease(3), **none)
+    assert breaker(s) == "closed", "3 of 8"
     bench.let_time_pass(1.0)
     s.submit(s.lease(1), **none)
     assert breaker(s) == "open"
@@ -302,9 +395,9 @@ def test_a_failed_probe_between_samples_keeps_it_open_and_the_window_begins_anew
     shown = s.ledger.run_status()["breaker"]
     assert (shown["state"], shown["ratio"], shown["window"]) == ("closed", 0.0, 0)
     bench.let_time_pass(1.0)
-    fail(s, s.lease(7))
+    fail(s, s.lease(3))
     shown = s.ledger.run_status()["breaker"]
-    assert (shown["state"], shown["ratio"], shown["window"]) == ("closed", 1.0, 7), "7 outcomes since it closed"
+    assert (shown["state"], shown["ratio"], shown["window"]) == ("closed", 1.0, 3), "3 outcomes since it closed"
     bench.let_time_pass(1.0)
     fail(s, s.lease(1))
     assert breaker(s) == "open"
@@ -314,12 +407,14 @@ def test_a_task_that_fails_on_every_healthy_worker_is_quarantined_with_its_evide
     s = bench.scene(attempts_max=3, groups_per_step=1, max_lag_versions=20, survivors_min=1)
     s.feed(6)
     workers = [s.worker(f"healthy-{i}") for i in range(3)]
-    poison = s.lease(1, workers[0])[0]
-    for worker in workers:
-        s.submit(s.lease(2, worker), worker)
-    grant = poison
+    grant = poison = s.lease(1, workers[0])[0]
+    held = {worker: s.lease(2, worker) for worker in workers}
     for number, worker in enumerate(workers):
         assert fail(s, (grant,), worker, reason=f"the sandbox of {worker} died") == [SubmitOutcome.ACCEPTED]
+        if number == 0:
+            bench.let_time_pass(1.0)
+            for other, grants in held.items():
+                s.submit(grants, other)
         if number < 2:
             grant = next(g for g in s.lease(1, workers[number + 1]) if g.key == poison.key)
     assert {v for k, v in verdicts(bench).items() if k.startswith("0.")} == {"quarantined"}
@@ -353,3 +448,15 @@ def test_survivors_are_trained_and_too_few_are_dropped_and_refilled(bench: Bench
     assert verdicts(bench)["1.0"] == "cancelled", "one survivor is no group: dropped with its sample"
     assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 1") == [(1,)], "and refilled (R5)"
     assert s.ledger.audit() == []
+
+
+def test_its_state_is_read_from_an_index_of_few_rows(sqlite_bench: Bench) -> None:
+    """Every verb of a rollout asks for it; walking through all events of a run would cost each of them ever more."""
+    s = sqlite_bench.scene()
+    asked: list[tuple[str, tuple]] = []
+    with sqlite_bench.connect() as conn:
+        sa.event.listen(conn, "before_cursor_execute", lambda c, cursor, text, values, *_: asked.append((text, values)))
+        s.ledger._breaker(conn)
+        [(text, values)] = asked
+        plan = str(conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values).all())
+    assert "ix_event_kind" in plan, plan

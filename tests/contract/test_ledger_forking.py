@@ -208,6 +208,19 @@ def test_recorded_turns_behind_a_dropping_fork_are_no_beginning_for_another_atte
     assert s.ledger.audit() == []
 
 
+@pytest.mark.parametrize("expired", [False, True])
+def test_turns_of_a_lineage_that_is_left_behind_are_not_recorded_any_more(bench: Bench, expired: bool) -> None:
+    """Its worker has not heard of the fork, and its lease token is still the newest."""
+    s = history(bench)
+    grant = s.lease(1)[0]
+    if expired:
+        bench.let_time_pass(31.0)
+    fork(s, 0.5)
+    with pytest.raises(Fenced, match="orphan_version: version 3 of lineage 0"):
+        s.ledger.record_tool_call(tool_call(grant.key, 3), grant.token)
+    assert s.ledger.tool_calls(grant.key) == [] and s.ledger.audit() == []
+
+
 def tool_call(key: SlotKey, sampled_by: int) -> ToolCall:
     return ToolCall(key, 0, "digest", trajectory(policy_version=sampled_by), "counter", "{}")
 

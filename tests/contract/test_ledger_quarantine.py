@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
+import pytest
 from ledger_support import Scene
 from test_ledger_breaker import breaker, fail, verdicts
 
@@ -13,22 +15,33 @@ from rollbook.core.records import Blame, LeaseGrant, RewardStatus
 RULES = {"attempts_max": 3, "groups_per_step": 1, "max_lag_versions": 20, "infra_failures_max": 1.1}
 
 
-def workers_with_samples(s: Scene, n: int) -> tuple[LeaseGrant, list[str]]:
-    """A slot to be poisoned, leased by the first of ``n`` workers which all have samples of other groups."""
+def workers_of(s: Scene, n: int) -> tuple[LeaseGrant, dict[str, LeaseGrant]]:
+    """A slot to be poisoned, leased by the first of ``n`` workers, and a slot of another group that each of them holds."""
     workers = [s.worker() for _ in range(n)]
     poison = s.lease(1, workers[0])[0]
-    for worker in workers:
-        s.submit([g for g in s.lease(3, worker) if g.key.ordinal != poison.key.ordinal], worker)
-    return poison, workers
+    return poison, {w: [g for g in s.lease(2, w) if g.key.ordinal != poison.key.ordinal][0] for w in workers}
 
 
-def fail_everywhere(s: Scene, grant: LeaseGrant, workers: list[str], **changes: object) -> None:
-    """Every attempt of the slot fails, on the workers in turn."""
+def nothing() -> None:
+    pass
+
+
+def fail_everywhere(
+    s: Scene, bench: Bench, grant: LeaseGrant, held: dict[str, LeaseGrant], n: int = 9, meanwhile: Callable[[], None] = nothing,
+    **changes: object,
+) -> None:  # fmt: skip
+    """Every attempt of the slot fails, on the first ``n`` workers in turn, each of which brings a sample of another group."""
+    workers = list(held)[:n]
     for attempt in range(s.record.rules.attempts_max):
         worker = workers[attempt % len(workers)]
         if attempt:
             grant = next(g for g in s.lease(1, worker) if g.key == grant.key)
         fail(s, (grant,), worker, reason=f"sandbox of {worker} died", **changes)
+        if attempt == 0:
+            bench.let_time_pass(1.0)
+            for other, mine in held.items():
+                s.submit([mine], other)
+            meanwhile()
 
 
 def refills(bench: Bench, ordinal: int) -> int:
@@ -38,8 +51,8 @@ def refills(bench: Bench, ordinal: int) -> int:
 def test_where_fewer_workers_live_than_attempts_it_takes_all_of_them(bench: Bench) -> None:
     s = bench.scene(**RULES)
     s.feed(12)
-    poison, workers = workers_with_samples(s, 2)
-    fail_everywhere(s, poison, workers)
+    poison, workers = workers_of(s, 2)
+    fail_everywhere(s, bench, poison, workers)
     assert verdicts(bench)[str(poison.key)] == "quarantined" and refills(bench, poison.key.ordinal) == 0
     told = json.dumps(s.ledger.explain(poison.key))
     assert all(f"sandbox of {w} died" in told for w in workers), "the evidence of every attempt"
@@ -48,54 +61,105 @@ def test_where_fewer_workers_live_than_attempts_it_takes_all_of_them(bench: Benc
 def test_a_healthy_worker_that_lives_and_has_not_tried_it_speaks_for_the_task(bench: Bench) -> None:
     s = bench.scene(**RULES)
     s.feed(12)
-    poison, workers = workers_with_samples(s, 3)
-    fail_everywhere(s, poison, workers[:2])
+    poison, workers = workers_of(s, 3)
+    fail_everywhere(s, bench, poison, workers, 2)
     assert verdicts(bench)[str(poison.key)] == "failed" and refills(bench, poison.key.ordinal) == 1
 
 
 def test_a_worker_that_is_gone_is_not_waited_for(bench: Bench) -> None:
     s = bench.scene(**RULES)
     s.feed(12)
-    poison, workers = workers_with_samples(s, 3)
-    for _ in range(3):
-        bench.let_time_pass(25.0)
-        s.ledger.heartbeat(workers[0], s.head(), [(poison.key, poison.token)])
-        s.ledger.heartbeat(workers[1], s.head(), [])
-    fail_everywhere(s, poison, workers[:2])
+    poison, workers = workers_of(s, 3)
+
+    def the_last_one_dies() -> None:
+        for _ in range(3):
+            bench.let_time_pass(25.0)
+            for worker in list(workers)[:2]:
+                s.ledger.heartbeat(worker, s.head(), [])
+
+    fail_everywhere(s, bench, poison, workers, 2, the_last_one_dies)
     assert verdicts(bench)[str(poison.key)] == "quarantined"
+
+
+def test_a_worker_that_starts_again_is_still_one_worker(bench: Bench) -> None:
+    s = bench.scene(**RULES)
+    s.feed(12)
+    for incarnation in ("first", "second"):
+        s.ledger.register_worker(incarnation, "host", "engine", json.dumps({"name": "worker-0"}))
+    poison = s.lease(1, "first")[0]
+    others = [g for g in s.lease(5, "first") if g.key.ordinal != poison.key.ordinal]
+    fail_everywhere(s, bench, poison, {"first": others[0], "second": others[1]})
+    assert verdicts(bench)[str(poison.key)] == "failed" and refills(bench, poison.key.ordinal) == 1
+
+
+def test_while_nothing_else_succeeds_no_task_is_poison(bench: Bench) -> None:
+    """Samples of before say nothing: an outage that the breaker has not seen yet fails every task on every worker."""
+    s = bench.scene(**RULES)
+    s.feed(12)
+    poison, workers = workers_of(s, 2)
+    for worker, grant in workers.items():
+        s.submit([grant], worker)
+    bench.let_time_pass(1.0)
+    fail_everywhere(s, bench, poison, workers)
+    assert verdicts(bench)[str(poison.key)] == "failed" and refills(bench, poison.key.ordinal) == 1
+
+
+@pytest.mark.parametrize("expire", [False, True])
+def test_siblings_that_are_spent_together_are_taken_out_together(bench: Bench, expire: bool) -> None:
+    s = bench.scene(**RULES)
+    s.feed(12)
+    workers = [s.worker() for _ in range(2)]
+    poison = s.lease(2, workers[0])
+    held = {w: s.lease(1, w)[0] for w in workers}
+    for attempt in range(3):
+        worker = workers[attempt % 2]
+        if attempt:
+            poison = s.lease(2, worker)
+        assert [str(g.key) for g in poison] == ["0.0", "0.1"]
+        if expire and attempt == 2:
+            bench.let_time_pass(31.0)
+            s.lease(1, worker)
+        else:
+            fail(s, poison, worker)
+        if attempt == 0:
+            bench.let_time_pass(1.0)
+            for other, mine in held.items():
+                s.submit([mine], other)
+    assert {verdicts(bench)[k] for k in ("0.0", "0.1")} == {"quarantined"} and s.ledger.audit() == []
 
 
 def test_one_worker_alone_cannot_tell_a_poisonous_task_from_its_own_sickness(bench: Bench) -> None:
     s = bench.scene(**RULES)
     s.feed(12)
-    poison, workers = workers_with_samples(s, 1)
-    fail_everywhere(s, poison, workers)
+    poison, workers = workers_of(s, 1)
+    fail_everywhere(s, bench, poison, workers)
     assert verdicts(bench)[str(poison.key)] == "failed" and refills(bench, poison.key.ordinal) == 1
 
 
 def test_workers_that_only_fall_silent_say_nothing_against_a_task(bench: Bench) -> None:
     s = bench.scene(**RULES)
     s.feed(12)
-    poison, workers = workers_with_samples(s, 3)
-    fail_everywhere(s, poison, workers, status=RewardStatus.NO_VERDICT)
+    poison, workers = workers_of(s, 3)
+    fail_everywhere(s, bench, poison, workers, status=RewardStatus.NO_VERDICT)
     assert verdicts(bench)[str(poison.key)] == "failed"
 
 
 def test_what_is_unclear_may_be_the_models_doing_and_says_nothing_against_a_task(bench: Bench) -> None:
     s = bench.scene(**RULES)
     s.feed(12)
-    poison, workers = workers_with_samples(s, 3)
-    fail_everywhere(s, poison, workers, status=RewardStatus.TIMEOUT, blame=Blame.UNCLEAR)
+    poison, workers = workers_of(s, 3)
+    fail_everywhere(s, bench, poison, workers, status=RewardStatus.TIMEOUT, blame=Blame.UNCLEAR)
     assert verdicts(bench)[str(poison.key)] == "failed" and refills(bench, poison.key.ordinal) == 1
 
 
 def test_nothing_is_quarantined_for_infrastructure_while_the_breaker_is_open(bench: Bench) -> None:
-    s = bench.scene(**RULES | {"infra_window": 4, "infra_failures_max": 0.25})
+    s = bench.scene(**RULES | {"infra_window": 4, "infra_failures_max": 0.5})
     s.feed(12)
-    poison, workers = workers_with_samples(s, 3)
+    poison, (first, second) = s.lease(1)[0], (s.worker(), s.worker())
+    s.submit(s.lease(2, second), second)
     bench.let_time_pass(1.0)
-    fail(s, (poison,), workers[0])
+    fail(s, (poison, *s.lease(1)))
     assert breaker(s) == "open"
-    grant = next(g for g in s.lease(9, workers[1]) if g.key == poison.key)
-    fail(s, (grant,), workers[1], final=True)
+    grant = next(g for g in s.lease(9, first) if g.key == poison.key)
+    fail(s, (grant,), first, final=True)
     assert verdicts(bench)[str(poison.key)] == "failed" and refills(bench, poison.key.ordinal) == 1

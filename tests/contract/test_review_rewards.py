@@ -10,7 +10,7 @@ from ledger_bench import Bench
 from rollbook.core.errors import NotReady
 from rollbook.core.records import ScheduleKind, SubmitOutcome, ToolCall
 
-SMALL = {"infra_window": 4, "infra_failures_max": 0.5, "attempts_max": 3, "groups_per_step": 1, "breaker_pause_s": 100.0}
+SMALL = {"infra_window": 4, "infra_failures_max": 0.75, "attempts_max": 3, "groups_per_step": 1, "breaker_pause_s": 100.0}
 
 
 def open_breaker_and_fill_group(s: Scene, bench: Bench) -> None:

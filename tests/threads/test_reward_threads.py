@@ -190,7 +190,8 @@ def sent_of(folder: Path, result: RewardResult | None) -> Submission | FailureRe
     config = worker_config(folder)
     worker = _Worker(config, config.workers[0], "w", *[None] * 7, threading.Event())  # type: ignore[arg-type]
     t = Trajectory(pack_i32([5]), pack_f32([-0.5]), pack_i32([0]))
-    return worker._outcome(Finished(grant(), t, FinishReason.STOP, result, "no slot", S.NOT_USED, False, 0.1, 0.1, {}))
+    ended = (result, "no slot", RewardStatus.INFRA_ERROR, Blame.UNCLEAR, S.NOT_USED, False, 0.1, 0.1, {})
+    return worker._outcome(Finished(grant(), t, FinishReason.STOP, *ended))
 
 
 def children(pid: int | str) -> list[int]:
@@ -476,6 +477,7 @@ def test_nemo_rl_3589_a_rollout_that_failed_is_no_sample(tmp_path: Path) -> None
     """Exceptions were stored as empty rows with reward 0."""
     sent = sent_of(tmp_path, None)
     assert isinstance(sent, FailureReport) and (sent.status, sent.reason) == (RewardStatus.INFRA_ERROR, "no slot")
+    assert sent.blame is Blame.UNCLEAR
 
 
 def test_nemo_rl_2305_an_environment_that_keeps_dying_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from rollbook.core.errors import Conflict, Fenced
 from rollbook.core.idempotency import turn_seed
 from rollbook.core.packing import pack_f32, pack_i32, unpack_f32, unpack_i32
 from rollbook.core.ports import Generation, GenerationRequest
-from rollbook.core.records import FinishReason, LeaseGrant, RewardStatus, SandboxStatus, SlotKey, ToolCall, Trajectory
+from rollbook.core.records import Blame, FinishReason, LeaseGrant, RewardStatus, SandboxStatus, SlotKey, ToolCall, Trajectory
 from rollbook.observe import failpoints
 from rollbook.observe.failpoints import FailpointRaised
 from rollbook.rollout.episodes import Episodes, Finished, RecordedCalls, play
@@ -153,14 +153,18 @@ def test_an_impure_tool_has_one_effect_per_slot_and_call_whenever_its_worker_die
         assert over.result is not None and over.result.value == 1.0 and judge.effects == {"run/0.0/0": 1}
     else:
         assert over.result is None and over.final and "is not pure" in over.reason
+        assert over.status is RewardStatus.NO_VERDICT, "a worker that dies says nothing about sandboxes"
         assert judge.effects.total() == (1 if point == "worker.tool.after_call" else 0)
 
 
+@pytest.mark.parametrize("blame", [None, Blame.UNCLEAR])
 @pytest.mark.parametrize("pure", [True, False])
-def test_an_infrastructure_failure_of_a_tool_is_never_text_and_never_a_reward(pure: bool) -> None:
-    judge = Judge(pure, lambda request: ToolReply("sandbox is on fire", SandboxStatus.INFRA_SPAWN, failed=True, reason="no slot"))
+def test_a_failure_of_a_tool_is_never_text_and_never_a_reward(pure: bool, blame: Blame | None) -> None:
+    failed = ToolReply("sandbox is on fire", SandboxStatus.INFRA_SPAWN, failed=True, reason="no slot", blame=blame)
+    judge = Judge(pure, lambda request: failed)
     journal = LastingCalls()
     over = life(judge, journal)
+    assert (over.status, over.blame) == (RewardStatus.INFRA_ERROR, blame or Blame.INFRA)
     assert over.result is None and over.final is not pure and over.sandbox_status is SandboxStatus.INFRA_SPAWN
     assert "no slot" in over.reason and b"fire" not in bytes(i for i in unpack_i32(over.trajectory.token_ids) if i < 256)
     assert journal.calls(grant())[0].response_json is None and not judge.scored

@@ -54,13 +54,15 @@ class ToolRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToolReply:
-    """A tool's answer. ``failed`` is infrastructure's failure: never shown to the model, never trained on."""
+    """A tool's answer. ``failed`` means that there is none, for no fault of the model's: never shown to it, never trained on."""
 
     text: str
     """What the model reads; a program's own error is an answer like any other."""
     sandbox_status: SandboxStatus = SandboxStatus.NOT_USED
     failed: bool = False
     reason: str = ""
+    blame: Blame | None = None
+    """Whose failure it was; None where nothing failed, and a failed reply without one is infrastructure's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,9 @@ class Tool(Protocol):
     ) -> ToolReply:
         """Answer one call. ``earlier``: this tool's calls in this episode, from which a stateful tool rebuilds its state.
 
-        An exception is infrastructure's failure: the call is repeated where the tool is pure, else the rollout fails.
+        What the model did wrong is an answer for it to read. An exception, a death and a call without an end are failures of
+        which nobody can tell whether the tool, its service or what the model asked for is to blame (``unclear``): the call
+        is repeated where the tool is pure, else the rollout fails.
         """
         ...
 

@@ -1,15 +1,16 @@
 """The circuit breaker, and the rows of failed attempts it is judged by.
 
 Owns every row of ``failure`` and the events ``breaker_opened`` and ``breaker_closed``, the last of which is the breaker's state.
-Never touches a sample. When too many of the newest outcomes are infrastructure's failures, what still comes through is no fair
-sample of the policy, and more of it is only wasted: nothing is planned, and slots are leased one at a time, at growing intervals,
-until a few outcomes in a row are the policy's own. What counts is infrastructure's blame with another status than ``no_verdict``:
-the death of a worker says nothing about sandboxes, and what is unclear opens nothing. Counts come from rows, so a restart
-changes nothing. Upholds P6 (a failure has no reward).
+Never touches a sample. When too many of the newest outcomes have no verdict, what still comes through is no fair sample of the
+policy, and more of it is only wasted: nothing is planned, and slots are leased one at a time, at growing intervals, until a few
+of these probes in a row are the policy's own. What counts is infrastructure's blame, and an environment that raised: neither the
+death of a worker nor a program that did nothing until its time was over. Counts come from rows, so a restart changes nothing.
+Upholds P6 (a failure has no reward).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -26,13 +27,16 @@ from rollbook.ledger.writer import Txn
 
 OPENED, CLOSED = "breaker_opened", "breaker_closed"
 PROBES = 3
-"""Samples since it opened that close it."""
+"""Probes in a row that close it."""
 PROBE_PAUSE_S, PROBE_PAUSE_MAX_S = 0.5, 10.0
 """Pause after a probe that failed; doubles with every further one, up to the second."""
 SILENT = "its worker fell silent"
 PROBES_LOOKED_AT = 16
-COUNTED = tuple(s.value for s in RewardStatus if s not in (RewardStatus.GIVEN, RewardStatus.NO_VERDICT))
-"""Statuses that count as infrastructure's failure where it is to blame."""
+COUNTED = {
+    Blame.INFRA.value: (RewardStatus.INFRA_ERROR.value, RewardStatus.VERIFIER_ERROR.value, RewardStatus.TIMEOUT.value),
+    Blame.UNCLEAR.value: (RewardStatus.INFRA_ERROR.value, RewardStatus.VERIFIER_ERROR.value),
+}
+"""Blame to the statuses that count with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,19 @@ class BreakerState:
     since_us: int
     """When it took this state; 0 for a breaker that never opened."""
     detail: dict[str, Any]
+    seq: int = 0
+    """Of the event that says so: what came after it, whatever clocks say."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A slot leased while the breaker was open."""
+
+    held: bool
+    failed_at_us: int = 0
+    """When it failed, if it did."""
+    good: bool = False
+    """It brought a sample, or a failure that is the model's own."""
 
 
 class Breaker(Feeding):
@@ -67,26 +84,24 @@ class Breaker(Feeding):
     def _breaker(self, conn: sa.Connection) -> BreakerState:
         e = t.event.c
         row = conn.execute(
-            sa.select(e.kind, e.at_us, e.detail_json)
+            sa.select(e.kind, e.at_us, e.detail_json, e.seq)
             .where(e.run_id == self.run.run_id, e.kind.in_((OPENED, CLOSED)))
-            .order_by(e.seq.desc())
+            .order_by((e.seq + 0).desc())  # SQLite would walk through every event of the run instead of the few of these kinds
             .limit(1)
         ).first()
         if row is None:
             return BreakerState(False, 0, {})
-        return BreakerState(row.kind == OPENED, row.at_us, json.loads(row.detail_json))
+        return BreakerState(row.kind == OPENED, row.at_us, json.loads(row.detail_json), row.seq)
 
     def _outcomes(self, conn: sa.Connection, since_us: int, n: int) -> list[tuple[int, str]]:
-        """The newest ``n`` outcomes after ``since_us``, newest first: (when, reason of an infrastructure failure or "")."""
+        """The newest ``n`` outcomes after ``since_us``, newest first: (when, reason of a failure that counts or "")."""
         run_id, f, s = self.run.run_id, t.failure.c, t.sample.c
         failed = conn.execute(
             sa.select(f.reported_at_us, f.reason)
-            .where(
-                f.run_id == run_id, f.reported_at_us > since_us, f.blame == Blame.INFRA.value, f.status.in_(COUNTED)
-            )
+            .where(f.run_id == run_id, f.reported_at_us > since_us, _counted(f.status, f.blame))
             .order_by(f.reported_at_us.desc())
             .limit(n)
-        ).all()  # fmt: skip
+        ).all()
         # Samples come in nearly rising order of ordinal, so the newest ones stand at most a window before the watermark.
         low = max(0, self._watermark - math.ceil(n / self.rules.group_size) - self.rules.groups_per_step)
         given = conn.execute(
@@ -96,28 +111,83 @@ class Breaker(Feeding):
             .limit(n)
         )
         merged = [(at, reason or "failed") for at, reason in failed]
-        merged += [(at, status if blame == Blame.INFRA.value and status in COUNTED else "") for at, status, blame in given]
+        merged += [(at, status if counts(status, blame) else "") for at, status, blame in given]
         return sorted(merged, key=lambda outcome: outcome[0], reverse=True)[:n]
 
+    def _window(self) -> int:
+        """How many outcomes are looked at: no more than the slots in flight can bring before all their attempts are spent."""
+        rules = self.rules
+        lag = rules.fixed_lag_versions if self._is_fixed else rules.max_lag_versions
+        most = rules.group_size * rules.groups_per_step * (lag + 1) * rules.attempts_max / rules.infra_failures_max
+        return max(1, min(rules.infra_window, int(most)))
+
     def _trip(self, txn: Txn) -> None:
-        """Open the breaker when the newest outcomes say so."""
+        """Open the breaker when the newest outcomes say so; at once when even a window of samples could not outweigh them."""
         rules, state = self.rules, self._breaker(txn.conn)
         if state.is_open or rules.infra_failures_max > 1:
             return
-        outcomes = self._outcomes(txn.conn, state.since_us, rules.infra_window)
+        window = self._window()
+        outcomes = self._outcomes(txn.conn, state.since_us, window)
         failed = [reason for _, reason in outcomes if reason]
-        if len(outcomes) < rules.infra_window or len(failed) < rules.infra_failures_max * len(outcomes) or not failed:
+        if len(failed) < max(1.0, rules.infra_failures_max * window):
             return
         self._event(txn, OPENED, failed=len(failed), outcomes=len(outcomes), last=failed[0][:500])
+        self._give_back(txn, outcomes[-1][0])
         txn.rings |= {"lease", "plan"}
 
+    def _give_back(self, txn: Txn, since_us: int) -> None:
+        """Attempts that the outage has cost before it was seen as one; what failed for good stays so."""
+        f, lease = t.failure.c, t.lease.c
+        rows = txn.conn.execute(
+            sa.select(f.ordinal, f.sibling, sa.func.count().label("n"))
+            .where(f.run_id == self.run.run_id, f.reported_at_us >= since_us, _counted(f.status, f.blame), ~f.final)
+            .group_by(f.ordinal, f.sibling)
+        ).all()
+        for row in rows:
+            here = (lease.run_id == self.run.run_id, lease.ordinal == row.ordinal, lease.sibling == row.sibling)
+            left = sa.case((lease.attempt > row.n, lease.attempt - row.n), else_=0)
+            txn.conn.execute(sa.update(t.lease).where(*here).values(attempt=left))
+
+    def _probes(self, conn: sa.Connection, state: BreakerState) -> list[_Probe]:
+        """The newest slots that were leased since the breaker opened, newest first."""
+        e, s, f, lease = t.event.c, t.sample.c, t.failure.c, t.lease.c
+
+        def same(c: Any, token: Any) -> sa.ColumnElement[bool]:
+            return sa.and_(c.run_id == e.run_id, c.ordinal == e.ordinal, c.sibling == e.sibling, token == e.token)
+
+        rows = conn.execute(
+            sa.select(
+                lease.incarnation, s.reward_status, s.blame, f.status.label("failed"), f.blame.label("failed_blame"),
+                sa.func.coalesce(f.reported_at_us, s.accepted_at_us, 0).label("at_us"),
+            )
+            .select_from(
+                t.event.outerjoin(t.sample, same(s, s.lease_token)).outerjoin(t.failure, same(f, f.lease_token))
+                .outerjoin(t.lease, same(lease, lease.token))
+            )
+            .where(e.run_id == self.run.run_id, e.seq > state.seq, e.kind == "lease_granted")
+            .order_by(e.seq.desc())
+            .limit(PROBES_LOOKED_AT)
+        )  # fmt: skip
+        probes = []
+        for row in rows:
+            if row.incarnation is not None:
+                probes.append(_Probe(True))
+            elif row.failed is not None:
+                models = row.failed_blame == Blame.MODEL.value
+                if models or row.failed != RewardStatus.NO_VERDICT.value:  # the death of its worker says nothing
+                    probes.append(_Probe(False, 0 if models else row.at_us, models))
+            elif row.reward_status is not None:
+                good = row.reward_status == RewardStatus.GIVEN.value or row.blame == Blame.MODEL.value
+                probes.append(_Probe(False, 0 if good else row.at_us, good))
+        return probes
+
     def _recover(self, txn: Txn) -> None:
-        """Close an open breaker after enough samples."""
+        """Close an open breaker when its newest probes were good; what was leased before it opened says nothing."""
         state = self._breaker(txn.conn)
         if not state.is_open:
             return
-        newest = self._outcomes(txn.conn, state.since_us, PROBES)
-        if len(newest) == PROBES and not any(reason for _, reason in newest):
+        ended = [probe for probe in self._probes(txn.conn, state) if not probe.held]
+        if len(ended) >= PROBES and all(probe.good for probe in ended[:PROBES]):
             self._close_breaker(txn, state)
 
     def _close_breaker(self, txn: Txn, state: BreakerState, **why: Any) -> None:
@@ -129,24 +199,30 @@ class Breaker(Feeding):
         state = self._breaker(txn.conn)
         if not state.is_open:
             return n_max
-        c = t.lease.c
-        held = sa.select(sa.func.count()).where(
-            c.run_id == self.run.run_id, c.incarnation.is_not(None), c.granted_at_us > state.since_us
-        )
-        if txn.conn.execute(held).scalar_one():
+        probes = self._probes(txn.conn, state)
+        if any(probe.held for probe in probes):
             return 0
-        failed = [at for at, reason in self._outcomes(txn.conn, state.since_us, PROBES_LOOKED_AT) if reason]
+        failed = list(itertools.takewhile(lambda at_us: at_us > 0, (probe.failed_at_us for probe in probes)))
         pause_s = min(PROBE_PAUSE_S * 2 ** (len(failed) - 1), PROBE_PAUSE_MAX_S) if failed else 0.0
-        return 1 if not failed or txn.now_us - failed[0] >= pause_s * 1e6 else 0
+        return 0 if failed and 0 <= txn.now_us - failed[0] < pause_s * 1e6 else 1
 
     def _why_broken(self, txn: Txn, state: BreakerState) -> str:
         """Why nothing may be planned while the breaker is open."""
         d = state.detail
         return (
             f"the circuit breaker is open since {(txn.now_us - state.since_us) / 1e6:.0f} s: {d['failed']} of the newest "
-            f"{d['outcomes']} rollouts had no verdict because infrastructure failed, the last one: {d['last']}. It closes when "
-            f"{PROBES} probes in a row succeed"
+            f"{d['outcomes']} rollouts have no verdict, through no fault of the model's; the last one: {d['last']}. It closes "
+            f"when {PROBES} probes in a row succeed"
         )
+
+
+def counts(status: str, blame: str | None) -> bool:
+    """Whether an outcome with these values is one that opens the breaker."""
+    return status in COUNTED.get(blame or "", ())
+
+
+def _counted(status: Any, blame: Any) -> sa.ColumnElement[bool]:
+    return sa.or_(*(sa.and_(blame == value, status.in_(statuses)) for value, statuses in COUNTED.items()))
 
 
 def silent_failure(row: Any) -> FailureReport:

@@ -7,6 +7,7 @@ R5 (a closed group is never re-opened; its refill is a new group in the verdict'
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,8 @@ class Failing(Breaker):
     def report_failures(self, failures: Sequence[FailureReport]) -> list[SubmitResult]:
         """Record rollouts without a reward; each frees its slot for another attempt or writes its verdict.
 
-        What infrastructure fails while the breaker is open costs no attempt: an outage is no reason to lose a prompt. From a
-        slot's ``attempts_max``-th lease on it does, in the bounded schedule, or tasks that always fail could keep it open.
+        What is not the model's failure costs no attempt while the breaker is open: an outage is no reason to lose a prompt. From
+        a slot's ``attempts_max``-th lease on it does, in the bounded schedule, or tasks that always fail could keep it open.
         Transaction: failure rows, events, lease rows, breaker, verdicts, group rule, refills. Idempotent: by (slot, lease token).
         """
         if len(failures) > REPORTS_MAX:
@@ -62,7 +63,7 @@ class Failing(Breaker):
                 said = {"status": f.status.value, "blame": f.blame.value, "reason": storable(f.reason), "attempt": row.attempt}
                 self._event(txn, "failure_reported", f.key, token=f.lease_token, incarnation=f.incarnation, **said)
                 recorded.append((f, row.attempt))
-                spared = outage and f.blame is Blame.INFRA and (self._is_fixed or row.token < self.rules.attempts_max)
+                spared = outage and f.blame is not Blame.MODEL and (self._is_fixed or row.token < self.rules.attempts_max)
                 counts = f.final or not spared
                 self._free(txn, [row], counts=counts, spent=f.final)
                 if f.final or (counts and row.attempt >= self.rules.attempts_max):
@@ -70,11 +71,16 @@ class Failing(Breaker):
             results.append(SubmitResult(f.key, outcome, reason))
         self._record_failures(txn, recorded)
         if exhausted:
-            self._exhaust(txn, exhausted)
+            self._exhaust(txn, [row for row in exhausted if self._is_spent(txn.conn, row)])
         txn.rings |= {"lease", "plan"}
         failpoint("ledger.report.before_commit")
         txn.after_commit.append(lambda: failpoint("ledger.report.after_commit"))
         return results
+
+    def _is_spent(self, conn: sa.Connection, row: Any) -> bool:
+        """Whether this slot still has no attempt left: a breaker that has just opened gives some back."""
+        now = conn.execute(_LEASE, {"run_id": self.run.run_id, "ordinal": row.ordinal, "sibling": row.sibling}).one()
+        return bool(now.attempt >= self.rules.attempts_max)
 
     def _judge_report(self, conn: sa.Connection, f: FailureReport) -> tuple[SubmitOutcome, str, Any]:
         if f.status is RewardStatus.GIVEN:
@@ -126,9 +132,12 @@ class Failing(Breaker):
         """Verdicts for slots whose attempts are used up. The fixed schedule pauses instead: it may not lose a member (R14)."""
         if self._is_fixed or not rows:
             return
+        closed: set[int] = set()
         for row in rows:
+            if row.ordinal in closed:
+                continue  # its group was just taken out, with all its slots
             told = self._failures_of(txn.conn, row.ordinal, row.sibling)
-            broken = sum(f.status == RewardStatus.VERIFIER_ERROR.value for f in told)
+            broken = len({f.attempt for f in told if f.status == RewardStatus.VERIFIER_ERROR.value})
             poisonous = self._is_poison(txn.conn, txn.now_us, row.ordinal, told)
             kind = VerdictKind.QUARANTINED if poisonous or broken >= self.rules.attempts_max else VerdictKind.FAILED
             last = told[-1] if told else None
@@ -140,6 +149,7 @@ class Failing(Breaker):
                 group, _, _ = self._group_counts(txn.conn, row.ordinal)
                 self._close_group(txn, group, kind, f"slot {row.ordinal}.{row.sibling} failed on workers {workers}: {why}",
                                   refill=False)  # fmt: skip
+                closed.add(row.ordinal)
         self._settle_groups(txn, sorted({row.ordinal for row in rows}))
 
     def _failures_of(self, conn: sa.Connection, ordinal: int, sibling: int) -> list[Any]:
@@ -150,21 +160,30 @@ class Failing(Breaker):
     def _is_poison(self, conn: sa.Connection, now_us: int, ordinal: int, failures: Sequence[Any]) -> bool:
         """Infrastructure failed on this task wherever it was tried, and on nothing else there (R14).
 
-        Counted are workers that have samples of other groups: as many as a slot has attempts or, where fewer are alive, all of
-        these, but two at least, since one alone cannot tell a poisonous task from a sick worker. While the breaker is open every
-        task fails, so none is to blame.
+        Counted are workers, whatever their incarnation, that have brought samples of other groups since: as many as a slot has
+        attempts or, where fewer live, all of these, but two at least, since one alone cannot tell a poisonous task from a sick
+        worker. While the breaker is open every task fails, so none is to blame.
         """
-        if self._breaker(conn).is_open:
+        failed = [f for f in failures if f.status in _TASK_FAILS and f.blame == Blame.INFRA.value]
+        if len({f.incarnation for f in failed}) < 2 or self._breaker(conn).is_open:
             return False
-        failed = {f.incarnation for f in failures if f.status in _TASK_FAILS and f.blame == Blame.INFRA.value}
         s, w = t.sample.c, t.worker.c
-        has_samples = sa.exists().where(s.run_id == w.run_id, s.incarnation == w.incarnation, s.ordinal != ordinal)
-        here = (w.run_id == self.run.run_id, has_samples)
-        healthy = set(conn.execute(sa.select(w.incarnation).where(*here, w.incarnation.in_(failed))).scalars())
+        since_us = min(f.reported_at_us for f in failed)
+        well = conn.execute(
+            sa.select(s.incarnation).distinct().where(
+                s.run_id == self.run.run_id, s.ordinal >= self._watermark, s.ordinal != ordinal, s.accepted_at_us > since_us
+            )
+        ).scalars().all()  # fmt: skip
         alive_us = now_us - int(ALIVE_TTLS * self.rules.lease_ttl_s * 1e6)
-        alive = set(conn.execute(sa.select(w.incarnation).where(*here, w.seen_at_us >= alive_us)).scalars())
-        enough = len(healthy) >= self.rules.attempts_max or alive <= healthy
-        return enough and len(healthy) > 1
+        names, alive = {}, set()
+        asked = {*well, *(f.incarnation for f in failed)}
+        here = (w.run_id == self.run.run_id, sa.or_(w.incarnation.in_(asked), w.seen_at_us >= alive_us))
+        for row in conn.execute(sa.select(w.incarnation, w.host, w.labels_json, w.seen_at_us).where(*here)):
+            names[row.incarnation] = _name_of(row)
+            alive |= {_name_of(row)} if row.seen_at_us >= alive_us else set()
+        healthy = {names[incarnation] for incarnation in well if incarnation in names}
+        convinced = healthy & {names[f.incarnation] for f in failed if f.incarnation in names}
+        return len(convinced) > 1 and (len(convinced) >= self.rules.attempts_max or alive & healthy <= convinced)
 
     def _give_verdicts(self, txn: Txn, verdicts: Mapping[SlotKey, tuple[VerdictKind, str]]) -> None:
         """Insert verdicts; length and duration of an existing sample go along, so that drop bias can be counted."""
@@ -214,9 +233,8 @@ class Failing(Breaker):
             if usable >= needed:
                 continue
             reason = f"group {ordinal} has {usable} of {group.n_siblings} usable members, needs {needed}"
-            self._close_group(
-                txn, group, VerdictKind.CANCELLED, reason, refill=self._failed_refills(txn.conn, group) < self.rules.attempts_max
-            )
+            refill = self._breaker(txn.conn).is_open or self._failed_refills(txn.conn, group) < self.rules.attempts_max
+            self._close_group(txn, group, VerdictKind.CANCELLED, reason, refill=refill)
 
     def _group_counts(self, conn: sa.Connection, ordinal: int) -> tuple[Any, int, int]:
         """Group row, slots with a verdict, slots without one whose sample has no reward."""
@@ -327,6 +345,16 @@ class Failing(Breaker):
         query = sa.select(g.ordinal).where(g.run_id == run_id, g.ordinal >= start, ~planned, judged < g.n_siblings)
         found = conn.execute(query.order_by(g.ordinal).limit(1)).scalar_one_or_none()
         return self._next_ordinal(conn, run_id) if found is None else found
+
+
+def _name_of(worker: Any) -> tuple[str, str]:
+    """What stays of a worker when it starts again; its incarnation where it has no name."""
+    try:
+        labels = json.loads(worker.labels_json)
+    except ValueError:
+        labels = {}
+    name = labels.get("name") if isinstance(labels, dict) else None
+    return worker.host, str(name or worker.incarnation)
 
 
 _L = t.lease.c

@@ -223,8 +223,8 @@ class Leasing(Failing):
     ) -> list[tuple[SlotKey, int, int, bool]]:
         """(slot, token, attempt, is new) of what is granted: retries and opened groups always, new groups as the law allows.
 
-        While the breaker is open the least tried slot comes first. Slots whose probes cost an attempt come when nothing else is
-        left, the most tried first: once its group is closed, another may be opened.
+        While the breaker is open the least tried slot comes first. In the bounded schedule, slots whose probes cost an attempt
+        come when nothing else is left, the most tried first: once its group is closed, another may be opened.
         """
         rules = self.rules
 
@@ -237,7 +237,7 @@ class Leasing(Failing):
         worn: list[tuple[SlotKey, int, int, bool]] = []
         if self._breaker(txn.conn).is_open:
             again.sort(key=lambda slot: slot[1])
-            worn = [slot for slot in reversed(again) if slot[1] >= rules.attempts_max]
+            worn = [slot for slot in again if slot[1] >= rules.attempts_max]
             again = again[: len(again) - len(worn)]
         chosen = again[:n_max]
         left = n_max - len(chosen)
@@ -251,7 +251,7 @@ class Leasing(Failing):
             if len(opened) > may_open or not admissible(row.ordinal):
                 break
             chosen.append((SlotKey(row.ordinal, row.sibling), 1, 1, True))
-        return chosen or worn[:n_max]
+        return chosen or (worn if self._is_fixed else worn[::-1])[:n_max]
 
     def _may_open(self, conn: sa.Connection, frontier: SlotKey) -> int:
         """Groups that may be opened now: capacity R3, and no more than the remaining steps can train."""

@@ -118,7 +118,7 @@ class Planning(Submitting):
         began_us = txn.conn.execute(
             sa.select(e.at_us)
             .where(e.run_id == self.run.run_id, e.kind == "role_acquired", e.detail_json.contains('"role": "learner"'))
-            .order_by(e.seq.desc())
+            .order_by((e.seq + 0).desc())  # as in Breaker._breaker
             .limit(1)
         ).scalar()
         if txn.now_us - max(breaker.since_us, began_us or 0) > self.rules.breaker_pause_s * 1e6:

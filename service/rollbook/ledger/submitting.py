@@ -36,6 +36,7 @@ from rollbook.core.sandboxing import blame_of
 from rollbook.core.staleness import fixed_step_of, fixed_version, head_lag, oldest_effective
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import storable
+from rollbook.ledger.breaker import counts
 from rollbook.ledger.leasing import Leasing
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -193,7 +194,7 @@ class Submitting(Leasing):
         self._store(txn, accepted)
         self._events(txn, events)
         if accepted:
-            if any(c.item.blame is Blame.INFRA for c, _, _ in accepted):
+            if any(counts(c.item.reward_status.value, _blame(c.item)) for c, _, _ in accepted):
                 self._trip(txn)
             self._recover(txn)
         if freed:

@@ -189,7 +189,7 @@ class Survival(Status):
         e = t.event.c
         here = (e.run_id == self.run.run_id, e.kind.in_((OPENED, CLOSED)))
         rows = conn.execute(
-            sa.select(e.kind, e.at_us, e.detail_json).where(*here).order_by(e.seq.desc()).limit(BREAKER_EVENTS_SHOWN)
+            sa.select(e.kind, e.at_us, e.detail_json).where(*here).order_by((e.seq + 0).desc()).limit(BREAKER_EVENTS_SHOWN)
         ).all()
         events = [{"what": r.kind, "at_s": r.at_us / 1e6, **json.loads(r.detail_json)} for r in reversed(rows)]
         return {"opened": self._count(conn, t.event, e.kind == OPENED), "events": events}

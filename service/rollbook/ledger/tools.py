@@ -11,10 +11,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from rollbook.core.errors import Conflict, Fenced, InvalidRequest, UnknownSlot
+from rollbook.core.packing import unpack_i32
 from rollbook.core.records import SlotKey, ToolCall, Trajectory
 from rollbook.ledger import schema as t
 from rollbook.ledger.forking import Forking
-from rollbook.ledger.submitting import pack_versions, unpack_versions
+from rollbook.ledger.submitting import orphan_reason, pack_versions, unpack_versions
 from rollbook.ledger.writer import Txn
 
 
@@ -24,16 +25,17 @@ class Tools(Forking):
     def record_tool_call(self, call: ToolCall, lease_token: int) -> ToolCall:
         """Record a call before it runs (response None) or its answer after; returns what is stored.
 
-        Idempotent: by (slot, call index). Raises: Conflict (other request), Fenced (the lease token is not the newest),
-        UnknownSlot, InvalidRequest (an answer without a recorded call, or a gap in the call indices).
+        Idempotent: by (slot, call index). Raises: Conflict (other request), Fenced (the lease token is not the newest, or a fork
+        left the turns before the call behind), UnknownSlot, InvalidRequest (an answer without a recorded call, or a gap in the
+        call indices).
         """
 
         def record(txn: Txn) -> ToolCall | Conflict:
-            self._check_holder(txn.conn, call.key, lease_token)
+            lineage = self._check_holder(txn.conn, call.key, lease_token)
             stored = self._tool_rows(txn.conn, call.key)
             row = next((r for r in stored if r.call_index == call.call_index), None)
             if row is None:
-                return self._insert_call(txn, call, lease_token, len(stored))
+                return self._insert_call(txn, call, lease_token, lineage, len(stored))
             if row.request_digest != call.request_digest:
                 self._event(txn, "tool_conflict", call.key, token=lease_token, call_index=call.call_index)
                 return Conflict(
@@ -55,17 +57,19 @@ class Tools(Forking):
             raise result  # after COMMIT: the conflict itself is counted
         return result
 
-    def _check_holder(self, conn: sa.Connection, key: SlotKey, lease_token: int) -> None:
+    def _check_holder(self, conn: sa.Connection, key: SlotKey, lease_token: int) -> int:
+        """The lineage of the slot's newest lease. Raises Fenced (another token's), UnknownSlot."""
         c = t.lease.c
         where = (c.run_id == self.run.run_id, c.ordinal == key.ordinal, c.sibling == key.sibling)
-        token = conn.execute(sa.select(c.token).where(*where)).scalar_one_or_none()
-        if token == lease_token:
-            return
+        row = conn.execute(sa.select(c.token, c.lineage).where(*where)).first()
+        token = row.token if row else None
+        if row is not None and token == lease_token:
+            return int(row.lineage)
         if token is None and not self._slot_exists(conn, key):
             raise UnknownSlot(f"the run has no slot {key}")
         raise Fenced(f"lease token {lease_token} of slot {key} is not the newest ({token}); stop this rollout")
 
-    def _insert_call(self, txn: Txn, call: ToolCall, lease_token: int, n_stored: int) -> ToolCall:
+    def _insert_call(self, txn: Txn, call: ToolCall, lease_token: int, lineage: int, n_stored: int) -> ToolCall:
         if call.response_json is not None:
             raise InvalidRequest(f"call {call.call_index} of slot {call.key} was never recorded; record it before it runs")
         if call.call_index != n_stored:
@@ -73,6 +77,9 @@ class Tools(Forking):
                 f"slot {call.key} has {n_stored} recorded calls; the next one has index {n_stored}, not {call.call_index}"
             )
         p = call.prefix
+        fork = self._fork_dropping(lineage)
+        if p.n_tokens and fork is not None and (newest := max(unpack_i32(p.versions))) > fork:
+            raise Fenced(f"slot {call.key}: {orphan_reason(lineage, newest, fork)}; stop this rollout")
         txn.conn.execute(
             sa.insert(t.tool_call).values(
                 run_id=self.run.run_id,

@@ -88,6 +88,9 @@ class Finished:
     """None where infrastructure ended the episode before it was judged."""
     reason: str
     """Why there is no result."""
+    status: RewardStatus
+    blame: Blame
+    """The same, where there is no result."""
     sandbox_status: SandboxStatus
     final: bool
     """True: another attempt at this slot would end the same way."""
@@ -287,7 +290,9 @@ class Episodes:
         if answer.failed:
             # A repetition would run an impure call twice; its slot can never be filled.
             final = not self.judge.pure_tools.get(call.tool, False)
-            self._end(episode, None, f"tool {call.tool}, call {call.call_index}: {answer.reason}", answer.sandbox_status, final)
+            reason = f"tool {call.tool}, call {call.call_index}: {answer.reason}"
+            blame = answer.blame or Blame.INFRA
+            self._end(episode, None, reason, answer.sandbox_status, final, status=RewardStatus.INFRA_ERROR, blame=blame)
             return
         try:
             stored = self.journal.record(dataclasses.replace(call, response_json=reply_to_json(answer)), episode.grant)
@@ -342,7 +347,7 @@ class Episodes:
     def _score(self, episode: _Live, finish: FinishReason | None = None) -> None:
         episode.finish = finish or episode.finish
         if not episode.tokens:
-            self._end(episode, None, "empty completion")
+            self._end(episode, None, "empty completion", blame=Blame.MODEL)
             return
         if not self.judged:
             self._end(episode, None, "not judged")
@@ -353,7 +358,9 @@ class Episodes:
     def _end(
         self, episode: _Live, result: RewardResult | None, reason: str = "",
         sandbox_status: SandboxStatus = SandboxStatus.NOT_USED, final: bool = False, verify_s: float = 0.0,
+        status: RewardStatus = RewardStatus.NO_VERDICT, blame: Blame = Blame.INFRA,
     ) -> None:  # fmt: skip
+        """Hand an episode over; what ends one before it is judged, other than a tool, says nothing about sandboxes."""
         evidence: dict[str, Any] = {}
         if episode.tool_s or len(episode.turns) > 1:
             evidence |= {"turns": len(episode.turns), "tool_s": round(episode.tool_s, 6)}
@@ -363,7 +370,7 @@ class Episodes:
         self._live.remove(episode)
         self._done.append(
             Finished(
-                episode.grant, episode.trajectory(), episode.finish, result, reason, sandbox_status, final,
+                episode.grant, episode.trajectory(), episode.finish, result, reason, status, blame, sandbox_status, final,
                 episode.generate_s, verify_s, evidence,
             )
         )  # fmt: skip

@@ -292,15 +292,15 @@ class _Worker:
             reason = f"engine: {type(error).__name__}: {error}"[:500]
             asked = {request.key for request in requests}
             mine = [grant for grant in self.in_hand if grant.key in asked]
-            self.delivery.report([self._failure(g, RewardStatus.INFRA_ERROR, Blame.INFRA, reason) for g in mine])
+            self.delivery.report([self._failure(g, RewardStatus.NO_VERDICT, Blame.INFRA, reason) for g in mine])
             raise
 
     def _outcome(self, f: Finished) -> Submission | FailureReport:
         """A submission with a reward, or a report why there is none."""
         result = f.result
         if result is None or result.value is None:
-            status = RewardStatus.INFRA_ERROR if result is None else result.status
-            blame = Blame.INFRA if result is None else result.blame or Blame.UNCLEAR
+            status = f.status if result is None else result.status
+            blame = f.blame if result is None else result.blame or Blame.UNCLEAR
             reason = f.reason if result is None else result.evidence or result.status.value
             return dataclasses.replace(
                 self._failure(f.grant, status, blame, reason), sandbox_status=f.sandbox_status,
