@@ -16,11 +16,26 @@ SCRIPTED = '''
 import asyncio, ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from rollbook.core.environments import RewardResult, ToolReply, ToolRequest
-from rollbook.core.records import RewardStatus, SandboxStatus
+from rollbook.core.records import Blame, RewardStatus, SandboxStatus
 
 
 class Raised(Exception):
     pass
+
+
+class Shameful(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+class Oddly(str):
+    def __getitem__(self, index):
+        raise Shameful
+
+
+class Neither:
+    def __bool__(self):
+        raise Shameful
 
 
 def daemon(folder):
@@ -50,6 +65,10 @@ class Calls:
             return ToolReply(f"{context.seed} {len(earlier)} {[r.text for _, r in earlier]}", SandboxStatus.OK)
         if what == "fail":
             return ToolReply("", SandboxStatus.INFRA_LOST, failed=True, reason="the sandbox is gone")
+        if what == "unclear":
+            return ToolReply("", SandboxStatus.TIMEOUT_WALL, failed=True, reason="too slow", blame=Blame.UNCLEAR)
+        if what == "neither":
+            return ToolReply("", failed=Neither())
         if what == "huge":
             return ToolReply("x" * (65 << 20))
         if what == "nothing":
@@ -138,6 +157,12 @@ class Scripted:
             raise Raised("why not")
         return 0.75
 
+    async def throw_shameful(self, episode, context):
+        raise Shameful
+
+    async def odd_evidence(self, episode, context):
+        return RewardResult(1.0, evidence=Oddly("x"))
+
     async def leave(self, episode, context):
         sys.exit(0)
 
@@ -202,6 +227,15 @@ class Scripted:
         (self.folder / "daemon").unlink(missing_ok=True)
         daemon(self.folder)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    async def daemon_and_kill_group(self, episode, context):
+        daemon(self.folder)
+        os.killpg(0, signal.SIGKILL)
+
+    async def daemon_and_kill_guardian(self, episode, context):
+        daemon(self.folder)
+        os.kill(os.getppid(), signal.SIGKILL)
+        await asyncio.sleep(3600)
 '''
 
 

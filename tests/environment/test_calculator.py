@@ -261,7 +261,7 @@ def test_an_endless_call_is_an_answer_too(sandbox: Sandbox) -> None:
 def test_what_is_not_the_models_fault_is_never_shown_to_it(session: bool, status: SandboxStatus, blame: Blame) -> None:
     reply = _call(Calculator(session=session), "1+1", Down(status, blame))
     assert reply.failed and reply.text == "" and reply.sandbox_status is status
-    assert "it went away" in reply.reason
+    assert "it went away" in reply.reason and reply.blame is blame
 
 
 def test_a_tool_that_was_given_no_sandbox_says_so() -> None:
@@ -298,16 +298,25 @@ def test_a_cell_that_runs_into_a_limit_is_not_run_again(sandbox: Sandbox) -> Non
     assert log[1][1] == ToolReply("1", SandboxStatus.OK)
 
 
-def test_a_replayed_cell_that_shows_something_else_fails_the_call(sandbox: Sandbox) -> None:
-    log = _session(sandbox, "import time; time.time_ns()", "1")
-    assert log[1][1].failed and log[1][1].text == ""
-    assert "cell 0 does not run as it did" in log[1][1].reason
+OVER = ToolReply("error: the session is over, cell 0 does not run as it did", SandboxStatus.EARLY_EXIT)
 
 
-def test_a_replayed_cell_that_ends_the_interpreter_fails_the_call(sandbox: Sandbox) -> None:
+def test_a_replayed_cell_that_shows_something_else_ends_the_session(sandbox: Sandbox) -> None:
+    log = _session(sandbox, "import time; x = time.time_ns(); x", "1+1", "x", "y = 4", "y")
+    assert log[1][1] == OVER
+    assert log[2][1].text.startswith("error: NameError"), "it begins anew"
+    assert log[4][1].text == "4" and not any(reply.failed for _, reply in log)
+
+
+def test_a_replayed_cell_that_ends_the_interpreter_ends_the_session(sandbox: Sandbox) -> None:
     recorded = (ToolRequest("session", {"code": "raise SystemExit"}), ToolReply("", SandboxStatus.OK))
-    reply = _call(Calculator(session=True), "1", sandbox, [recorded])
-    assert reply.failed and "cell 0 does not run as it did" in reply.reason
+    assert _call(Calculator(session=True), "1", sandbox, [recorded]) == OVER
+
+
+def test_a_cell_that_waits_for_too_long_is_nobodys_fault_for_sure(sandbox: Sandbox) -> None:
+    reply = _call(Calculator(session=True), "import time; time.sleep(60)", sandbox, limits=Limits(cpu_s=1.0, wall_s=1.0))
+    assert (reply.failed, reply.text, reply.sandbox_status) == (True, "", SandboxStatus.TIMEOUT_WALL)
+    assert reply.blame is Blame.UNCLEAR
 
 
 def test_random_numbers_are_the_rollouts_own_and_can_be_rebuilt(sandbox: Sandbox) -> None:

@@ -16,7 +16,7 @@ from environment_support import alive, eventually, said, scripted
 from rollbook.core.environments import RewardResult, ToolReply, ToolRequest
 from rollbook.core.errors import ConfigError, RestartBudgetSpent, Unavailable, VerifierError
 from rollbook.core.records import Blame, RewardStatus, SandboxStatus
-from rollbook.tasks import child_client, child_pool, child_process
+from rollbook.tasks import child, child_client, child_pool, child_process
 from rollbook.tasks.child_client import EnvironmentPool
 from task_fixtures import make_config
 
@@ -103,6 +103,8 @@ def test_a_run_without_environment_is_judged_by_its_reward_function(tmp_path: Pa
         ("leave", RewardStatus.VERIFIER_ERROR, "raised SystemExit: 0"),
         ("interrupt", RewardStatus.VERIFIER_ERROR, "raised KeyboardInterrupt"),
         ("cancel", RewardStatus.VERIFIER_ERROR, "raised CancelledError"),
+        ("throw_shameful", RewardStatus.VERIFIER_ERROR, "raised Shameful"),
+        ("odd_evidence", RewardStatus.VERIFIER_ERROR, "Shameful"),
         ("hog", RewardStatus.VERIFIER_ERROR, "MemoryError"),
         ("no_such_method", RewardStatus.VERIFIER_ERROR, "AttributeError"),
         ("kill", RewardStatus.VERIFIER_ERROR, "killed by SIGKILL"),
@@ -223,6 +225,33 @@ def test_what_a_process_has_started_dies_when_the_pool_is_closed(own: Environmen
     assert not alive(daemon)
 
 
+@pytest.mark.parametrize("does", ["daemon_and_kill_group", "daemon_and_kill_guardian"])
+def test_what_a_process_has_started_dies_with_its_group_and_its_guardian(tmp_path: Path, does: str) -> None:
+    pool = EnvironmentPool(scripted(tmp_path, attempts_max=1, score_s=60.0))
+    try:
+        result = pool.score(said(does), key="r/1.0", seed=5).result(30)
+        assert result.value is None and "killed by SIGKILL" in result.evidence
+        assert not alive(int((tmp_path / "daemon").read_text()))
+    finally:
+        pool.close()
+
+
+def test_a_killed_outer_guardian_leaves_nothing(own: EnvironmentPool, tmp_path: Path) -> None:
+    assert judge(own, "daemon").value == 1.0
+    outer = own._pool._seats[0].process.pid
+    below = [*child._descendants(outer), int((tmp_path / "daemon").read_text())]
+    os.kill(outer, signal.SIGKILL)
+    assert judge(own, "one").value == 1.0
+    assert eventually(lambda: not any(alive(pid) for pid in below)), below
+
+
+def test_guardians_that_were_stopped_end_what_is_left(own: EnvironmentPool, tmp_path: Path) -> None:
+    assert judge(own, "daemon").value == 1.0
+    os.killpg(own._pool._seats[0].process.pid, signal.SIGSTOP)
+    own.close()
+    assert not alive(int((tmp_path / "daemon").read_text()))
+
+
 WORKER = """
 import sys
 from pathlib import Path
@@ -244,9 +273,8 @@ def test_nothing_outlives_a_killed_worker(tmp_path: Path) -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, env=environ, text=True) as worker:
         assert worker.stdout is not None
         guardian = int(worker.stdout.readline())
-        server = int(Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()[0])
-        pids = [guardian, server, int((tmp_path / "daemon").read_text())]
-        assert all(alive(pid) for pid in pids)
+        pids = [guardian, *child._descendants(guardian)]
+        assert len(pids) == 4 and int((tmp_path / "daemon").read_text()) in pids and all(alive(pid) for pid in pids)
         worker.send_signal(signal.SIGKILL)
         assert eventually(lambda: not any(alive(pid) for pid in pids)), pids
 
@@ -268,21 +296,24 @@ def test_tools_answer_with_key_seed_and_earlier_calls(pool: EnvironmentPool, fol
 
 
 @pytest.mark.parametrize(
-    ("does", "told"),
+    ("does", "told", "blame"),
     [
-        ("throw", "raised Raised: why not"),
-        ("kill", "killed by SIGKILL"),
-        ("leave", "raised SystemExit"),
-        ("fail", "the sandbox is gone"),
-        ("nothing", "returned None"),
+        ("throw", "raised Raised: why not", Blame.UNCLEAR),
+        ("throw_shameful", "raised Shameful", Blame.UNCLEAR),
+        ("kill", "killed by SIGKILL", Blame.UNCLEAR),
+        ("leave", "raised SystemExit", Blame.UNCLEAR),
+        ("fail", "the sandbox is gone", None),
+        ("unclear", "too slow", Blame.UNCLEAR),
+        ("neither", "Shameful", Blame.UNCLEAR),
+        ("nothing", "returned None", Blame.UNCLEAR),
     ],
 )
 @pytest.mark.parametrize(("tool", "times"), [("pure", 2), ("impure", 1)])
 def test_a_tool_that_fails_is_called_again_only_where_it_is_pure(
-    pool: EnvironmentPool, folder: Path, tool: str, times: int, does: str, told: str
+    pool: EnvironmentPool, folder: Path, tool: str, times: int, does: str, told: str, blame: Blame | None
 ) -> None:
     reply = call(pool, tool, does)
-    assert reply.failed and reply.text == "" and told in reply.reason
+    assert (reply.failed, reply.text, reply.blame) == (True, "", blame) and told in reply.reason
     assert lines(folder / tool) == ["r/1.0/2"] * times
 
 
@@ -291,10 +322,18 @@ def test_a_tool_that_hangs_is_called_again_only_where_it_is_pure(tmp_path: Path,
     pool = EnvironmentPool(scripted(tmp_path, tool_s=1.0))
     try:
         reply = call(pool, tool, "spin")
-        assert reply.failed and "no answer within 1 s" in reply.reason
+        assert reply.failed and "no answer within 1 s" in reply.reason and reply.blame is Blame.UNCLEAR
         assert lines(tmp_path / tool) == ["r/1.0/2"] * times
     finally:
         pool.close()
+
+
+def test_a_call_that_the_worker_gives_up_is_blamed_on_infrastructure(own: EnvironmentPool, tmp_path: Path) -> None:
+    hanging = own.call_tool(ToolRequest("impure", {"do": "sleep"}), [], key="r/1.0", call_index=0, seed=1)
+    assert eventually(lambda: (tmp_path / "impure").exists())
+    own.close()
+    reply = hanging.result(0)
+    assert reply.failed and reply.blame is Blame.INFRA
 
 
 def test_a_call_that_cannot_be_repeated_is_finished_before_its_process_is_killed(hasty: EnvironmentPool, tmp_path: Path) -> None:
@@ -398,6 +437,26 @@ def test_a_pool_whose_processes_are_killed_before_they_are_open_gives_up(tmp_pat
     with pytest.raises(RestartBudgetSpent, match="cannot be started any more: killed by SIGKILL"):
         EnvironmentPool(make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"}))
     assert threading.active_count() == before
+
+
+def test_processes_that_are_killed_together_while_they_open_are_one_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_pool, "OPENINGS_MAX", 3)
+    body = ONCE.format(fault="pass") + """
+for number in range(3):
+    try:
+        mark.with_name(f"mark{number}").touch(exist_ok=False)
+    except FileExistsError:
+        continue
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (tmp_path / "mine.py").write_text(body)
+    pool = EnvironmentPool(make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine", "processes": 3}))
+    try:
+        assert (tmp_path / "mark2").exists() and judge(pool, "one").value == 1.0
+    finally:
+        pool.close()
 
 
 def test_a_process_that_cannot_be_started_at_first_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from rollbook.core.changes import ENVIRONMENT, changed_fields
 from rollbook.core.config import Config, load_config, portable_code
-from rollbook.core.environments import Context, Episode, RewardResult, ToolReply, Turn
-from rollbook.core.errors import ConfigError
+from rollbook.core.environments import Context, Episode, RewardResult, ToolReply, ToolRequest, Turn
+from rollbook.core.errors import ConfigError, VerifierError
 from rollbook.core.sandboxing import Limits
 from rollbook.tasks.environment import environment_digest, judges_in_process, limits_of, load_environment
 from task_fixtures import make_config
@@ -81,6 +81,18 @@ def test_what_is_optional_has_defaults(tmp_path: Path) -> None:
     assert asyncio.run(tools.call_tool(request, [], CONTEXT)) == ToolReply("said")
     with pytest.raises(ConfigError, match="brings no tasks: it has no load"):
         plain.load("train")
+
+
+def test_a_reply_whose_blame_is_none_of_ours_is_an_error(tmp_path: Path) -> None:
+    extra = """
+class Blames(Tool):
+    def call(self, arguments, earlier, context):
+        return ToolReply("", failed=True, blame="model")
+WithTools.tools = [Blames()]
+"""
+    environment = load_environment(mine(tmp_path, "WithTools", extra))
+    with pytest.raises(VerifierError, match="blame must be a Blame or None"):
+        asyncio.run(environment.call_tool(ToolRequest("echo", {}), [], CONTEXT))
 
 
 @pytest.mark.parametrize(

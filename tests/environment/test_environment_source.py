@@ -96,6 +96,16 @@ def test_a_process_that_somebody_kills_says_nothing_about_the_tasks(tmp_path: Pa
         check_environment(mine(tmp_path, f"\n{kill}\n"))
 
 
+def test_an_environment_that_wants_to_be_tried_again_says_nothing_about_the_tasks(tmp_path: Path) -> None:
+    load = """
+    def load(self, split):
+        from rollbook.core.errors import Unavailable
+        raise Unavailable("the hub is down")
+"""
+    with pytest.raises(Unavailable, match="the hub is down"):
+        load_source(mine(tmp_path, load))
+
+
 def test_a_process_that_cannot_be_started_says_nothing_about_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*arguments: object) -> None:
         raise BlockingIOError("no more processes")

@@ -208,9 +208,10 @@ class PythonSession:
     """An interpreter that keeps its variables from cell to cell, rebuilt from the cells at each call.
 
     A call runs every earlier cell again in a fresh sandbox, then the new one, and answers with the new one's output. A cell
-    that ended the interpreter (a limit, an exit) ended the session: the next one starts with no variables. A cell run again
-    that shows something else than it did is a failure of the tool, since its state cannot be rebuilt; ``random`` is seeded
-    with the rollout's seed. The limits hold for all the cells together.
+    that ended the interpreter (a limit, an exit) ended the session: the next one starts with no variables. So does the call
+    before which a cell, run again, showed something else than it had: its state cannot be rebuilt, which is the doing of the
+    cell and so an error for the model to read. ``random`` is seeded with the rollout's seed. The limits hold for all the cells
+    together.
     """
 
     name = "session"
@@ -229,15 +230,12 @@ class PythonSession:
         if (failure := _infrastructure(execution)) is not None:
             return failure
         answers = _answers(execution.answers)
+        status = SandboxStatus.EARLY_EXIT if execution.status in _LIVES_ON else execution.status
         for index, (_, reply) in enumerate(replayed):
-            if index >= len(answers):
-                return _not_rebuilt(index, execution.status, f"it ended the interpreter: {execution.reason}")
-            if answers[index] != (reply.text, reply.sandbox_status):
-                shown = f"it shows {answers[index][0]!r} where it showed {reply.text!r}"
-                return _not_rebuilt(index, execution.status, shown)
+            if answers[index : index + 1] != [(reply.text, reply.sandbox_status)]:
+                return ToolReply(f"error: the session is over, cell {index} does not run as it did", status)
         if len(answers) == len(cells):
             return ToolReply(*answers[-1])
-        status = SandboxStatus.EARLY_EXIT if execution.status in _LIVES_ON else execution.status
         return ToolReply(f"error: {status.value}", status)
 
 
@@ -245,11 +243,6 @@ def _since_the_last_end(earlier: Sequence[tuple[ToolRequest, ToolReply]]) -> lis
     """The cells whose state is alive: those behind the last one that ended the interpreter."""
     ends = [index for index, (_, reply) in enumerate(earlier) if reply.sandbox_status not in _LIVES_ON]
     return list(earlier[ends[-1] + 1 :] if ends else earlier)
-
-
-def _not_rebuilt(index: int, status: SandboxStatus, why: str) -> ToolReply:
-    reason = f"the session cannot be rebuilt: cell {index} does not run as it did; {why}"
-    return ToolReply("", status, failed=True, reason=reason)
 
 
 def _answers(lines: bytes) -> list[tuple[str, SandboxStatus]]:
@@ -284,7 +277,8 @@ def _infrastructure(execution: Execution) -> ToolReply | None:
     """The failed reply of an execution that ended for no fault of the program, or may have."""
     if execution.status is SandboxStatus.OK or execution.blame is Blame.MODEL:
         return None
-    return ToolReply("", execution.status, failed=True, reason=f"sandbox: {execution.status.value}: {execution.reason}")
+    reason = f"sandbox: {execution.status.value}: {execution.reason}"
+    return ToolReply("", execution.status, failed=True, reason=reason, blame=execution.blame)
 
 
 def _shown(execution: Execution) -> str:

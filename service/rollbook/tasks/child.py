@@ -1,8 +1,10 @@
 """The environment process: the user's environment, alone with what it starts.
 
-Two processes, one of which runs nobody's code. The *guardian* makes everything that is started below it its own (child
-subreaper), watches the *server* it has forked, and kills whatever is left when the server ends, when the worker asks for it
-or when the worker is gone. The server loads the environment, makes its sandbox and answers requests.
+Three processes, two of which run nobody's code. A *guardian* makes everything that is started below it its own (child
+subreaper), watches the process it has forked, and kills whatever is left when that one ends, when the worker asks for it or when
+its own parent is gone. The outer guardian watches the inner one, and that one the *server*: whichever of them is killed, by the
+author's code or for want of memory, another is left to kill the rest. The server, in a session of its own so that a signal to its
+process group misses them, loads the environment, makes its sandbox and answers requests.
 
 Owns verbs and the order of the opening. Standard output is the log, so nothing that is printed can pass for an answer. Uses
 no alarm signals: bounds are kept by whoever asks. Upholds P6: an exception is an error record, never a value.
@@ -19,12 +21,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rollbook.sandbox import kernel
 
-if TYPE_CHECKING:  # the guardian stays small: what the server needs is imported after the fork
+if TYPE_CHECKING:  # the guardians stay small: what the server needs is imported after the fork
     from rollbook.core.config import Config
     from rollbook.core.environments import Context
     from rollbook.core.sandboxing import Sandbox
@@ -40,38 +42,61 @@ _WATCH_S = 1.0
 _END_S = 5.0
 _AGAIN_S = 0.005
 _ROWS_BYTES = 1 << 20
+_WELL = "exit code 0"
 
 
 def main() -> None:
     """Arguments: file descriptors of the control and the request socket, and the pid of the worker."""
     control, requests, owner = (int(argument) for argument in sys.argv[1:4])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    outer = os.getpid()
+
+    def guard_server() -> None:
+        inner = os.getpid()
+        _tell(control, _guard(outer, control, requests, lambda: _start_server(inner, control, requests)))
+
+    ended = _guard(owner, control, requests, guard_server)
+    if ended != _WELL:  # the inner guardian could not tell how the server ended
+        _tell(control, ended)
+    os._exit(0)  # nothing here needs an interpreter's end
+
+
+def _guard(owner: int, control: int, requests: int, go_on: Callable[[], None]) -> str:
+    """Fork a process that goes on elsewhere; returns how it ended by itself, or nothing, when all that was below is dead."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, _note)
-    guardian = os.getpid()
     if os.getppid() != owner:
-        return
-    server = os.fork()
-    if server == 0:
+        return ""
+    child = os.fork()
+    if child == 0:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        for fd in (control, awake, wake):
+        for fd in (awake, wake):
             os.close(fd)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == guardian:
-            _serve(requests)
+        go_on()
         os._exit(0)
     os.close(requests)
-    ended = _watch(server, control, awake, owner)
+    ended = _watch(child, control, awake, owner)
     _end_descendants()
+    return ended
+
+
+def _start_server(guardian: int, control: int, requests: int) -> None:
+    os.close(control)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    if os.getppid() == guardian:
+        _serve(requests)
+
+
+def _tell(control: int, ended: str) -> None:
     with contextlib.suppress(OSError):
         os.write(control, ended.encode())
-    os._exit(0)  # nothing here needs an interpreter's end
 
 
 _told_to_end = False
@@ -82,15 +107,15 @@ def _note(number: int, frame: object) -> None:
     _told_to_end = _told_to_end or number == signal.SIGTERM
 
 
-def _watch(server: int, control: int, awake: int, owner: int) -> str:
-    """Wait until the server ends or shall end; returns how it ended by itself, or nothing."""
+def _watch(child: int, control: int, awake: int, owner: int) -> str:
+    """Wait until the child ends or shall end; returns how it ended by itself, or nothing."""
     while not _told_to_end and os.getppid() == owner:
         readable, _, _ = select.select([control, awake], [], [], _WATCH_S)
         if awake in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(awake, 4096)
         for pid, status in _reaped():
-            if pid == server:
+            if pid == child:
                 code = os.waitstatus_to_exitcode(status)
                 return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if control in readable:
@@ -99,7 +124,7 @@ def _watch(server: int, control: int, awake: int, owner: int) -> str:
 
 
 def _reaped() -> Iterator[tuple[int, int]]:
-    """Children that have ended, orphans of the server among them."""
+    """Children that have ended, orphans among them."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield found
@@ -162,7 +187,10 @@ def _told(error: BaseException) -> str:
     from rollbook.core.errors import RollbookError
     from rollbook.tasks.environment import last_line
 
-    return str(error) if isinstance(error, RollbookError) else last_line(error)
+    try:
+        return str(error) if isinstance(error, RollbookError) else last_line(error)
+    except BaseException:  # noqa: BLE001 - how it is shown is the author's code as well
+        return type(error).__name__
 
 
 def _open(channel: Channel, opening: dict[str, Any]) -> tuple[Config, CompleteEnvironment, Sandbox | None] | None:
@@ -267,7 +295,6 @@ class _Server:
 
     def _texts(self, request: dict[str, Any]) -> bytes:
         from rollbook.core.environments import ToolReply
-        from rollbook.core.errors import VerifierError
         from rollbook.tasks import wire
 
         try:
@@ -276,11 +303,10 @@ class _Server:
             else:
                 answer = self._environment.render(wire.reply_in(request["reply"]) or ToolReply(""))
             return wire.frame({"id": request["id"], "answer": answer})
-        except (VerifierError, TypeError, ValueError) as error:
-            return wire.frame({"id": request["id"], "error": str(error)})
+        except BaseException as error:  # noqa: BLE001 - the author's objects, see _answer
+            return wire.frame({"id": request["id"], "error": _told(error)})
 
     async def _answer(self, request: dict[str, Any]) -> None:
-        from rollbook.core.errors import VerifierError
         from rollbook.tasks import wire
 
         record: dict[str, Any] = {"id": request["id"]}
@@ -295,8 +321,8 @@ class _Server:
                 reply = await self._environment.call_tool(asked, wire.earlier_in(request["earlier"]), context)
                 record["answer"] = wire.reply_out(reply)
             data = wire.frame(record)
-        except (VerifierError, TypeError, ValueError) as error:
-            data = wire.frame({"id": request["id"], "error": str(error)})
+        except BaseException as error:  # noqa: BLE001 - reading the author's objects is the author's code: told, never obeyed
+            data = wire.frame({"id": request["id"], "error": _told(error)})
         self._channel.send(data)
 
     def _context(self, request: dict[str, Any]) -> Context:

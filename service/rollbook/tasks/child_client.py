@@ -1,6 +1,6 @@
 """The environment as worker threads use it: asked in other processes, answered with records, never with an exception.
 
-Owns what the end of a question means: a value, no value with a status and who is to blame, or a tool's failure. Runs none of
+Owns what the end of a question means: a value, no value with a status, or a tool's failure, and who is to blame. Runs none of
 the author's code. Upholds P6 (whatever a process does, what it did not say is no number) and R13 (a call of an impure tool
 is made once).
 """
@@ -18,7 +18,7 @@ from rollbook.core.environments import Episode, RewardResult, ToolReply, ToolReq
 from rollbook.core.errors import VerifierError
 from rollbook.core.records import Blame, RewardStatus
 from rollbook.tasks import wire
-from rollbook.tasks.child_pool import NoAnswer, Pool, Question, Why
+from rollbook.tasks.child_pool import Convert, NoAnswer, Pool, Question, Why
 
 TEXT_S = 30.0
 """Longest parse or render."""
@@ -85,19 +85,23 @@ class EnvironmentPool:
         """The tool call a turn ends with, or None. Raises VerifierError (the environment cannot say), RestartBudgetSpent."""
         if not self.pure_tools:
             return None
-        answer = self._text({"verb": "parse", "text": text})
-        return wire.request_in(answer)
+        request: ToolRequest | None = self._text({"verb": "parse", "text": text}, wire.request_in)
+        return request
 
     def render(self, reply: ToolReply) -> str:
         """What the model reads of a tool's answer. Raises VerifierError (the environment cannot say), RestartBudgetSpent."""
-        return str(self._text({"verb": "render", "reply": wire.reply_out(reply)}))
+        text: str = self._text({"verb": "render", "reply": wire.reply_out(reply)}, wire.text_in)
+        return text
 
     def close(self) -> None:
         """End every process and everything it has started; bounded, whatever they do."""
         self._pool.close()
 
-    def _text(self, message: dict[str, Any]) -> Any:
-        answer = self._pool.ask(Question(message, TEXT_S, lambda answer: answer, light=True, error_stands=True)).result()
+    def _text(self, message: dict[str, Any], convert: Convert) -> Any:
+        def to_text(answer: Any) -> Any:
+            return answer if isinstance(answer, NoAnswer) else convert(answer)
+
+        answer = self._pool.ask(Question(message, TEXT_S, to_text, light=True, error_stands=True)).result()
         if isinstance(answer, NoAnswer):
             raise VerifierError(f"{message['verb']}: {answer.reason}")
         return answer
@@ -119,8 +123,11 @@ def _is_infra(answer: Mapping[str, Any]) -> bool:
 
 
 def _to_reply(answer: Mapping[str, Any] | NoAnswer) -> ToolReply:
-    reply = ToolReply("", failed=True, reason=answer.reason) if isinstance(answer, NoAnswer) else wire.reply_in(answer)
-    assert reply is not None
+    if isinstance(answer, NoAnswer):
+        return ToolReply("", failed=True, reason=answer.reason, blame=_OUTCOMES[answer.why][1])
+    reply = wire.reply_in(answer)
+    if reply is None:
+        raise ValueError("there is no reply in it")
     return reply
 
 

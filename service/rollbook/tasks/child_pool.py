@@ -8,6 +8,7 @@ what is asked or answered (``child_client`` does). Rules:
   blame takes no other with it twice. What may not be repeated fails instead, and holds up a kill until it is answered.
 - A tool's question whose answer is an error is asked again in a process that was started after the error; a score is not.
 - Each question is asked at most ``attempts_max`` times; one that ran out of time, once more at most.
+- Every question ends. A process that sends what is no message is ended like one that died, and takes nothing with it but itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from rollbook.core.errors import ConfigError, RestartBudgetSpent, RollbookError
 from rollbook.core.host import host
 from rollbook.tasks.child_process import ChildProcess, killed_by_others
-from rollbook.tasks.wire import TEXT_CHARACTERS_MAX
+from rollbook.tasks.wire import TEXT_CHARACTERS_MAX, text_in
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +39,14 @@ QUESTIONS_MAX = 8192
 RESTARTS_MAX = 20
 """Ends of processes without one answer in between, after which the pool gives up."""
 OPENINGS_MAX = 5
-"""Failed starts in a row, after which the pool gives up."""
+"""Failed starts in a row, after which the pool gives up; those of processes that were started together are one."""
 
 _IN_FLIGHT_CONCURRENT, _IN_FLIGHT_ORDINARY = 32, 4
 _BACKOFF_S, _BACKOFF_S_MAX = 0.1, 10.0
 _FINISH_S = 2.0
 _JOIN_S = 60.0
 _TICK_S = 1.0
+_TOLD_CHARACTERS = 200
 
 
 class Why(Enum):
@@ -122,7 +124,7 @@ class Pool:
             backend: gives the name of the sandbox backend; asked only when the environment needs one.
 
         Raises: ConfigError (the environment cannot be opened, with what it said last); RestartBudgetSpent (its processes were
-            killed, or could not be started, ``OPENINGS_MAX`` times before one was open).
+            killed, or could not be started, in ``OPENINGS_MAX`` rounds before one was open).
         """
         self._opening, self._choose_backend, self._log_path = dict(opening), backend, log_path
         self._wanted, self._attempts_max = processes, attempts_max
@@ -138,6 +140,7 @@ class Pool:
         self._ids = 0
         self._ends = 0
         self._failed_openings = 0
+        self._failed_round = 0  # number of the newest process when a failed start was last counted
         self._start_at = 0.0
         self.restarts = 0
         """Processes started to replace one that ended."""
@@ -235,7 +238,7 @@ class Pool:
             try:
                 process = ChildProcess(self._log_path, self._opening)
             except OSError as error:
-                self._opening_failed(f"no process can be started: {error}", again=True)
+                self._opening_failed(f"no process can be started: {error}", self._numbers, again=True)
                 return
             self._seats.append(_Seat(process, self._numbers, now + OPEN_S))
             self.restarts += self._numbers > self._wanted
@@ -284,53 +287,69 @@ class Pool:
                 self._heard(seat, message)
                 if seat not in self._seats:
                     return
-        except (ValueError, KeyError) as error:
-            how = f"what it sent is no message: {error}"
+        except Exception as error:  # the author's code may have written it: whatever it is, it ends this process alone
+            if seat not in self._seats:
+                raise  # it is being ended already, and that has failed
+            how = f"what it sent is no message: {type(error).__name__}: {error}"[:_TOLD_CHARACTERS]
         if how is not None:
             self._end(seat, how, killed_by_others(how))
 
     def _heard(self, seat: _Seat, message: dict[str, Any]) -> None:
-        if "id" in message:
+        if seat.ready:
             self._answered(seat, message)
         elif "loaded" in message:
-            self.loaded = message
-            seat.limit = _IN_FLIGHT_CONCURRENT if message["concurrent"] else _IN_FLIGHT_ORDINARY
-            try:
-                if message["needs_sandbox"] and self._backend is None:
-                    self._backend = self._choose_backend()
-            except RollbookError as error:
-                self._refused(seat, str(error), error.retryable)
-                return
-            seat.process.send({"backend": self._backend or ""})
-        elif "ready" in message:
+            self._loaded(seat, message)
+        elif "refused" in message:
+            self._refused(seat, text_in(message["refused"]), bool(message["again"]))
+        elif "ready" in message and self.loaded:
             seat.ready = True
             self._failed_openings = 0
             if not self._opened.done() and sum(s.ready for s in self._seats) >= self._wanted:
                 self._opened.set_result(None)
         else:
-            self._refused(seat, message["refused"], message["again"])
+            raise ValueError(f"it has {', '.join(message) or 'nothing'} in it")
+
+    def _loaded(self, seat: _Seat, message: dict[str, Any]) -> None:
+        seat.limit = _IN_FLIGHT_CONCURRENT if message["concurrent"] else _IN_FLIGHT_ORDINARY
+        needs_sandbox = message["needs_sandbox"]
+        if not all(isinstance(pure, bool) for pure in [needs_sandbox, *message["loaded"].values()]):
+            raise ValueError("it does not say which tools are pure, or whether a sandbox is needed")
+        self.loaded = message
+        try:
+            if needs_sandbox and self._backend is None:
+                self._backend = self._choose_backend()
+        except RollbookError as error:
+            self._refused(seat, str(error), error.retryable)
+        except OSError as error:  # happened here: no message is to blame
+            self._refused(seat, f"no sandbox backend can be chosen: {error}", again=True)
+        else:
+            seat.process.send({"backend": self._backend or ""})
 
     def _answered(self, seat: _Seat, message: dict[str, Any]) -> None:
-        question = seat.asked.get(message["id"])
+        number = message["id"]
+        question = seat.asked.get(number)
         if question is None:
             return
+        # Read to its end before anything is changed: one that is no message must leave the question where it is.
+        error = NoAnswer(Why.RAISED, text_in(message["error"])) if "error" in message else None
+        again = error is None and question.again(message["answer"])
         if not question.light:
             self._ends = 0
-        if "error" in message and question.error_stands:  # it would raise again, and the ledger tries the rollout again
-            self._settle(seat, message["id"], NoAnswer(Why.RAISED, message["error"]))
-        elif "error" in message:
-            del seat.asked[message["id"]]
+        if error is not None and question.error_stands:  # it would raise again, and the ledger tries the rollout again
+            self._settle(seat, number, error)
+        elif error is not None:
+            del seat.asked[number]
             seat.exclusive = False
             self._retire(seat)
             question.after = seat.number if seat.retiring else question.after
-            self._again(question, NoAnswer(Why.RAISED, message["error"]))
-        elif question.again(message["answer"]) and question.repeatable and question.attempts < self._attempts_max:
-            del seat.asked[message["id"]]
+            self._again(question, error)
+        elif again and question.repeatable and question.attempts < self._attempts_max:
+            del seat.asked[number]
             seat.exclusive = False
             question.not_before = host().monotonic() + min(_BACKOFF_S * 2**question.attempts, _BACKOFF_S_MAX)
             self._waiting.append(question)
         else:
-            self._settle(seat, message["id"], message["answer"])
+            self._settle(seat, number, message["answer"])
 
     def _retire(self, seat: _Seat) -> None:
         """Let it finish what it has been asked and start another; not while as many are finishing already."""
@@ -364,11 +383,17 @@ class Pool:
         """A process that is dead, or shall be; ``again``: one that dies so while it opens may open next time."""
         now = host().monotonic()
         self._seats.remove(seat)
-        last = seat.process.last_lines()
-        seat.process.end()
-        if not seat.ready:
-            self._opening_failed(f"{how}; it said last: {last}" if last else how, again)
-            return
+        last = ""
+        try:
+            last = seat.process.last_lines()
+            seat.process.end()
+        finally:  # whatever becomes of the process, its questions go on
+            if seat.ready:
+                self._ask_elsewhere(seat, how, last, now)
+            else:
+                self._opening_failed(f"{how}; it said last: {last}" if last else how, seat.number, again)
+
+    def _ask_elsewhere(self, seat: _Seat, how: str, last: str, now: float) -> None:
         about = {"event": "environment_process_ended", "how": how, "in_flight": len(seat.asked), "last": last}
         log.warning("environment process ended: %s", how, extra=about)
         self._ends += 1
@@ -387,14 +412,16 @@ class Pool:
     def _refused(self, seat: _Seat, reason: str, again: bool) -> None:
         self._seats.remove(seat)
         seat.process.end()
-        self._opening_failed(reason, again)
+        self._opening_failed(reason, seat.number, again)
 
-    def _opening_failed(self, reason: str, again: bool) -> None:
+    def _opening_failed(self, reason: str, number: int, again: bool) -> None:
         """What cannot be opened at first is a wrong configuration; unless ``again``: the next process may do better."""
         if not again and not self._opened.done():
             self._broken = ConfigError(f"the environment cannot be opened: {reason}")
             return
-        self._failed_openings += 1
+        if number > self._failed_round:  # else it was started beside one that has been counted, and one cause may end them all
+            self._failed_round = self._numbers
+            self._failed_openings += 1
         log.warning("environment process not opened: %s", reason, extra={"event": "environment_not_opened"})
         self._start_at = host().monotonic() + min(_BACKOFF_S * 2**self._failed_openings, _BACKOFF_S_MAX)
         if self._failed_openings >= OPENINGS_MAX:
@@ -410,15 +437,19 @@ class Pool:
         self._resolve(question, answer)
 
     def _resolve(self, question: Question, answer: Any) -> None:
+        if question.future.done():  # in a turn that a defect in here has cut short
+            return
         if isinstance(answer, NoAnswer):
             answer = NoAnswer(answer.why, answer.reason[:TEXT_CHARACTERS_MAX])
         with self._changed:
             self._unanswered -= 1
             self._changed.notify_all()
         try:
-            question.future.set_result(question.convert(answer))
-        except (ValueError, KeyError, TypeError) as error:  # an answer of the wrong shape is no answer
-            question.future.set_result(question.convert(NoAnswer(Why.RAISED, f"its answer cannot be used: {error!r}")))
+            result = question.convert(answer)
+        except Exception as error:  # noqa: BLE001 - an answer of the wrong shape, whichever it is, is no answer
+            reason = f"its answer cannot be used: {error!r}"
+            result = question.convert(NoAnswer(Why.RAISED, reason[:TEXT_CHARACTERS_MAX]))
+        question.future.set_result(result)
 
     def _end_all(self) -> None:
         for seat in self._seats:

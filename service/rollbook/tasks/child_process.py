@@ -121,10 +121,12 @@ class ChildProcess:
         """
         self._wait_gone(grace_s)
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_WR)  # what the guardian waits for
+            self._control.shutdown(socket.SHUT_WR)  # what the guardians wait for
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGCONT)  # one that somebody has stopped shall see it
         self._wait_gone(_END_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # it is not reaped yet, so the number is still its own
+            os.killpg(self.pid, signal.SIGKILL)  # both guardians; it is not reaped yet, so the number is still its own
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -21,7 +21,7 @@ from rollbook.core.config import Config, code_names, portable_code, split_adapte
 from rollbook.core.environments import Context, Episode, RewardResult, Tool, ToolReply, ToolRequest
 from rollbook.core.errors import ConfigError, VerifierError
 from rollbook.core.idempotency import digest
-from rollbook.core.records import SandboxStatus
+from rollbook.core.records import Blame, SandboxStatus
 from rollbook.core.sandboxing import Limits
 from rollbook.core.settings import SandboxConfig
 from rollbook.tasks.importing import load_attribute, near, source_file
@@ -165,6 +165,8 @@ class CompleteEnvironment:
         fields = (reply.text, reply.reason) if isinstance(reply, ToolReply) else (None,)
         if not all(isinstance(text, str) for text in fields) or not isinstance(reply.sandbox_status, SandboxStatus):
             raise VerifierError(f"{self.shown}: tool {tool.name!r} returned {reply!r:.80}, expected a ToolReply or text")
+        if not isinstance(reply.blame, Blame | None):
+            raise VerifierError(f"{self.shown}: tool {tool.name!r} returned {reply!r:.200}: blame must be a Blame or None")
         return reply
 
     def _guarded(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -203,7 +205,11 @@ def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[
 def last_line(error: BaseException) -> str:
     """``ValueError: why (file.py:12)``; a VerifierError says by itself what was raised, and its cause says where."""
     cause = error.__cause__ if isinstance(error, VerifierError) and error.__cause__ is not None else error
-    text = str(error) if isinstance(error, VerifierError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    name = type(error).__name__
+    try:
+        text = str(error) if isinstance(error, VerifierError) else f"{name}: {error}".removesuffix(": ")
+    except BaseException:  # noqa: BLE001 - how it is shown is the author's code as well
+        text = name
     frames = traceback.extract_tb(cause.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{text[:_TEXT_MAX]}{place}"

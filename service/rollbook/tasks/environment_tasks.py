@@ -29,7 +29,8 @@ def read_tasks(config: Config, split: str, within_s: float = LOAD_S) -> list[dic
     """The tasks of ``"train"`` or ``"heldout"``, in the environment's order.
 
     Raises: ConfigError (the environment cannot be made, or brings no tasks); TaskError (it raised, died, took too long, or
-        gave a task that is none, by number); Unavailable (its process was killed or could not be started).
+        gave a task that is none, by number); Unavailable (its process was killed or could not be started, or it says that
+        what it needs cannot be had now).
     """
     shown = f"environment.name = {config.environment.name!r}: load({split!r})"
     rows: list[dict[str, Any]] = []
@@ -49,7 +50,7 @@ def check_environment(config: Config, within_s: float = LOAD_S) -> dict[str, boo
     """Make the run's environment, or its reward function, once and without a sandbox; returns its tools and whether each is pure.
 
     Raises: ConfigError (it cannot be made); TaskError (its process died or took too long); Unavailable (it was killed or could
-        not be started).
+        not be started, or asks to be tried again).
     """
     name = config.environment.name
     shown = f"environment.name = {name!r}" if name else f"task.reward = {config.task.reward!r}"
@@ -75,7 +76,8 @@ def _messages(process: ChildProcess, shown: str, within_s: float) -> Iterator[di
         how = process.ended()  # looked at first: what a dead process has said is all there
         for message in process.received():
             if "refused" in message:
-                raise (ConfigError if message["kind"] == ConfigError.__name__ else TaskError)(message["refused"])
+                final = ConfigError if message["kind"] == ConfigError.__name__ else TaskError
+                raise (Unavailable if message["again"] else final)(message["refused"])
             yield message
         if how is not None:
             kind = Unavailable if killed_by_others(how) else TaskError

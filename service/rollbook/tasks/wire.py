@@ -1,7 +1,8 @@
 """What passes between a worker and an environment process: frames of JSON over a socket.
 
 Owns the frame (four bytes of length, big endian, then JSON) and how the records of ``core.environments`` are written in it.
-Never carries code or pickles. Whatever an environment prints goes elsewhere.
+Never carries code or pickles. Whatever an environment prints goes elsewhere. An environment can write to the socket itself, so
+what is read is checked as if nobody had checked it before: who reads gets records of the right types, or an exception.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from rollbook.core.environments import Episode, RewardResult, ToolReply, ToolRequest, Turn
 from rollbook.core.records import Blame, RewardStatus, SandboxStatus
+from rollbook.tasks.verifier import normalised
 
 FRAME_BYTES_MAX = 64 << 20
 TEXT_CHARACTERS_MAX = 2000
@@ -30,7 +32,10 @@ class FrameTooLarge(ValueError):
 
 def frame(message: Mapping[str, Any]) -> bytes:
     """The bytes of a message. Raises FrameTooLarge, TypeError or ValueError (not JSON-able)."""
-    data = json.dumps(message, allow_nan=False).encode()
+    try:
+        data = json.dumps(message, allow_nan=False).encode()
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
     if len(data) > FRAME_BYTES_MAX:
         raise FrameTooLarge(f"a message of {len(data)} bytes is larger than the {FRAME_BYTES_MAX} that may pass")
     return _HEAD.pack(len(data)) + data
@@ -53,9 +58,19 @@ class Unframed:
             end = _HEAD.size + length
             if len(self._bytes) < end:
                 break
-            out.append(json.loads(self._bytes[_HEAD.size : end]))
+            out.append(_message(self._bytes[_HEAD.size : end]))
             del self._bytes[:end]
         return out
+
+
+def _message(data: bytes | bytearray) -> dict[str, Any]:
+    try:
+        message = json.loads(data)
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is a {type(message).__name__}")
+    return message
 
 
 class Channel:
@@ -91,20 +106,35 @@ def request_out(request: ToolRequest | None) -> dict[str, Any] | None:
 
 
 def request_in(content: Mapping[str, Any] | None) -> ToolRequest | None:
-    return None if content is None else ToolRequest(content["tool"], content["arguments"])
+    """Raises ValueError, KeyError or TypeError: it is no request."""
+    if content is None:
+        return None
+    return ToolRequest(_typed(content["tool"], str), _typed(content["arguments"], dict))
 
 
 def reply_out(reply: ToolReply | None) -> dict[str, Any] | None:
     if reply is None:
         return None
-    reason = reply.reason[:TEXT_CHARACTERS_MAX]
-    return {"text": reply.text, "sandbox_status": reply.sandbox_status.value, "failed": bool(reply.failed), "reason": reason}
+    return {
+        "text": reply.text,
+        "sandbox_status": reply.sandbox_status.value,
+        "failed": bool(reply.failed),
+        "reason": reply.reason[:TEXT_CHARACTERS_MAX],
+        "blame": None if reply.blame is None else reply.blame.value,
+    }
 
 
 def reply_in(content: Mapping[str, Any] | None) -> ToolReply | None:
+    """Raises ValueError, KeyError or TypeError: it is no reply. A message of before there was a blame has none."""
     if content is None:
         return None
-    return ToolReply(content["text"], SandboxStatus(content["sandbox_status"]), content["failed"], content["reason"])
+    return ToolReply(
+        _typed(content["text"], str),
+        SandboxStatus(content["sandbox_status"]),
+        _typed(content["failed"], bool),
+        _typed(content["reason"], str)[:TEXT_CHARACTERS_MAX],
+        _blame_in(content.get("blame")),
+    )
 
 
 def episode_out(episode: Episode) -> dict[str, Any]:
@@ -138,12 +168,32 @@ def result_out(result: RewardResult) -> dict[str, Any]:
 
 
 def result_in(content: Mapping[str, Any]) -> RewardResult:
-    """Raises ValueError where a value stands beside a status without one (P6)."""
-    return RewardResult(
+    """A judgement, normalised like what an environment returns: a number that is none is no value (P6).
+
+    Raises: VerifierError, ValueError, KeyError, TypeError (it is no judgement, or a value stands beside a status without one).
+    """
+    result = RewardResult(
         content["value"],
         RewardStatus(content["status"]),
-        content["evidence"],
+        _typed(content["evidence"], str)[:TEXT_CHARACTERS_MAX],
         content["parts"],
         SandboxStatus(content["sandbox_status"]),
-        None if content["blame"] is None else Blame(content["blame"]),
+        _blame_in(content["blame"]),
     )
+    return normalised(result, "the environment process")
+
+
+def text_in(content: Any) -> str:
+    """Raises ValueError: it is no text."""
+    text: str = _typed(content, str)
+    return text
+
+
+def _blame_in(content: Any) -> Blame | None:
+    return None if content is None else Blame(content)
+
+
+def _typed(content: Any, kind: type) -> Any:
+    if not isinstance(content, kind):
+        raise ValueError(f"{content!r:.80} is a {type(content).__name__}, expected a {kind.__name__}")
+    return content
