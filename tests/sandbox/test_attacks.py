@@ -18,8 +18,14 @@ from rollbook.sandbox.selection import examine
 NOBODY = 61234
 USERS = {"root": 0, "unprivileged": NOBODY} if os.geteuid() == 0 else {"unprivileged": None}
 NAMES = [attack.name for attack in ATTACKS]
-NEEDS_ANOTHER_CONTROL = {"inherited_descriptors"}
-"""Every backend starts programs with the descriptors that they are given and no others, also the one that contains nothing."""
+NEEDS_ANOTHER_CONTROL = {"inherited_descriptors", "odd_name"}
+"""Every backend starts programs with the descriptors that they are given and no others, also the one that contains nothing; and
+one watcher watches them all."""
+BY_RULES = (
+    "named_socket", "named_datagram", "abstract_socket", "signal_host", "signal_parent", "signal_keeper", "signal_group",
+    "odd_name", "change_files", "reschedule", "raise_limits", "disk_unlinked", "jobs_see_files",
+)  # fmt: skip
+"""Attacks on what landlock leaves in sight, where only its rules and the filter of calls stand before it."""
 CONTROLS = [
     pytest.param(user, attack.name, id=f"{user}-{attack.name}")
     for user in USERS
@@ -34,8 +40,8 @@ def _weak_backends_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def results_of(backend: str, user: str, control: bool) -> dict[str, Result]:
-    examination = examine(backend, control=control, uid=USERS[user])
+def results_of(backend: str, user: str, control: bool, names: tuple[str, ...] = ()) -> dict[str, Result]:
+    examination = examine(backend, names, control=control, uid=USERS[user])
     assert not examination.unavailable, examination.unavailable
     return {result.attack: result for result in examination.results}
 
@@ -44,6 +50,13 @@ def results_of(backend: str, user: str, control: bool) -> dict[str, Result]:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_zygote_contains_the_attack(name: str, user: str) -> None:
     result = results_of("zygote", user, False)[name]
+    assert result.contained is True, result.reason
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("name", BY_RULES)
+def test_landlock_contains_what_its_rules_leave_in_sight(name: str, user: str) -> None:
+    result = results_of("landlock", user, False, BY_RULES)[name]
     assert result.contained is True, result.reason
 
 
@@ -57,6 +70,11 @@ def test_a_descriptor_that_a_backend_passes_on_is_found() -> None:
     (result,) = examine("weak_backends:leaky_descriptors", ["inherited_descriptors"], control=True).results
     assert result.contained is False
     assert "secret came out" in result.reason
+
+
+def test_a_watcher_that_an_odd_name_ends_is_found() -> None:
+    (result,) = examine("weak_backends:fragile_watcher", ["odd_name"]).results
+    assert result.contained is False and "service's own failure: infra_spawn" in result.reason
 
 
 def test_there_are_more_attacks_than_rows_in_the_matrix_and_each_has_a_name_of_its_own() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +19,12 @@ import pytest
 from rollbook.core.errors import ConfigError
 from rollbook.core.records import Blame, SandboxStatus
 from rollbook.core.sandboxing import Limits, Program, Sandbox, blame_of
+from rollbook.sandbox import zygote as zygotes
 from rollbook.sandbox import zygote_main
 from rollbook.sandbox.backends import make_backend
 from rollbook.sandbox.cgroups import Groups
 from rollbook.sandbox.outcome import Report, status_of
-from rollbook.sandbox.seccomp import DENIED, filter_program
+from rollbook.sandbox.seccomp import DENIED, DENIED_SHARED, IGNORED_SHARED, filter_program
 
 S = SandboxStatus
 LIMITS = Limits(cpu_s=0.5, wall_s=4.0, memory_bytes=128 << 20, processes=8, output_bytes=100_000, disk_bytes=8 << 20)
@@ -130,6 +134,16 @@ def test_orphans_count_for_processor_time_and_memory(containing: Sandbox) -> Non
         "    a = bytearray(60 << 20); time.sleep(20)\n    os._exit(0)\ntime.sleep(20)"
     )
     assert containing.run(Program(crowd), Limits(memory_bytes=128 << 20, wall_s=30)).status is S.OOM
+
+
+def test_memory_counts_where_the_first_thread_of_a_process_has_ended(containing: Sandbox) -> None:
+    source = (
+        "import ctypes, os, threading, time\n"
+        "def hold():\n  time.sleep(0.3)\n  held = bytearray(b'x') * (50 << 20)\n  time.sleep(20)\n"
+        "for i in range(5):\n  if os.fork() == 0:\n    threading.Thread(target=hold, daemon=True).start()\n"
+        "    ctypes.CDLL(None).syscall({'x86_64': 60, 'aarch64': 93}[os.uname().machine], 0)\ntime.sleep(20)"
+    )
+    assert containing.run(Program(source), Limits(memory_bytes=128 << 20, wall_s=30, processes=32)).status is S.OOM
 
 
 def test_the_limit_of_processes_holds_for_roots_jobs_as_well(containing: Sandbox) -> None:
@@ -273,9 +287,9 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
             make_backend("zygote", slots)
 
 
-def evaluate(program: bytes, number: int, arch: int, argument: int = 0) -> int:
+def evaluate(program: bytes, number: int, arch: int, argument: int = 0, second: int = 0) -> int:
     """What the kernel's interpreter of classic BPF would return."""
-    data = struct.pack("<IIQ6Q", number, arch, 0, argument, 0, 0, 0, 0, 0)
+    data = struct.pack("<IIQ6Q", number, arch, 0, argument, second, 0, 0, 0, 0)
     accumulator, at = 0, 0
     while True:
         code, if_true, if_false, value = struct.unpack_from("<HBBI", program, at * 8)
@@ -285,6 +299,8 @@ def evaluate(program: bytes, number: int, arch: int, argument: int = 0) -> int:
                 accumulator = struct.unpack_from("<I", data, value)[0]
             case 0x06:
                 return value
+            case 0x54:
+                accumulator &= value
             case _:
                 holds = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}[code]
                 at += if_true if holds else if_false
@@ -307,6 +323,161 @@ def test_the_filter_denies_its_list_on_both_machines_and_nothing_else(
     assert evaluate(program, 0, 0x40000003) == 0x80000000, "another machine's call table"
     if machine == "x86_64":
         assert evaluate(program, 0x40000000 | 1, arch) == deny, "x32"
+
+
+ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ALLOW, DENY, IGNORE = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000
+
+
+@pytest.mark.parametrize(
+    ("machine", "calls", "priority", "io_priority"),
+    [("x86_64", (142, 144, 203, 302, 314), 141, 251), ("aarch64", (118, 119, 122, 261, 274), 140, 30)],
+)
+def test_the_filter_lets_a_process_change_its_own_schedule_and_nobody_elses(
+    machine: str, calls: tuple[int, ...], priority: int, io_priority: int
+) -> None:
+    program, arch = filter_program(machine), ARCHES[machine]
+    assert {evaluate(program, number, arch, 0, 77) for number in calls} == {ALLOW}
+    assert {evaluate(program, number, arch, 77, 0) for number in calls} == {DENY}
+    for number, process in ((priority, 0), (io_priority, 1)):
+        allowed = {(which, who) for which in range(4) for who in (0, 77) if evaluate(program, number, arch, which, who) == ALLOW}
+        assert allowed == {(process, 0)}, "a group's and a user's are others' as well"
+
+
+@pytest.mark.parametrize(("machine", "socketpair"), [("x86_64", 53), ("aarch64", 199)])
+def test_the_filter_gives_connected_pairs_of_local_sockets_only(machine: str, socketpair: int) -> None:
+    program, flags = filter_program(machine), 0o2004000
+    allowed = {
+        (family, kind) for family in (0, 1, 2, 30) for kind in range(16)
+        if evaluate(program, socketpair, ARCHES[machine], family, kind | flags) == ALLOW
+    }  # fmt: skip
+    assert allowed == {(1, 1), (1, 5)}
+
+
+@pytest.mark.parametrize(("machine", "prctl", "sendto"), [("x86_64", 157, 44), ("aarch64", 167, 206)])
+def test_the_filter_of_shared_files_gives_none_another_owner_and_ignores_modes(machine: str, prctl: int, sendto: int) -> None:
+    shared, own, arch = filter_program(machine, shared=True), filter_program(machine), ARCHES[machine]
+    assert {evaluate(shared, number, arch) for number in DENIED_SHARED[machine].values()} == {DENY}
+    assert {evaluate(shared, number, arch) for number in IGNORED_SHARED[machine].values()} == {IGNORE}
+    assert [evaluate(shared, prctl, arch, option) for option in (4, 15)] == [DENY, ALLOW]
+    assert {evaluate(shared, number, arch) for number in DENIED[machine].values()} == {DENY}
+    calls = {**DENIED_SHARED[machine], **IGNORED_SHARED[machine], "sendto": sendto}.values()
+    assert {evaluate(own, number, arch) for number in calls} == {ALLOW} and evaluate(shared, sendto, arch) == ALLOW
+
+
+def test_ordinary_programs_copy_files_and_wait_for_tasks_behind_the_filter(containing: Sandbox) -> None:
+    source = (
+        "import asyncio, os, pathlib, shutil, socket, subprocess, tempfile, zipfile\n"
+        "open('a', 'w').write('text'); shutil.copy('a', 'b'); shutil.copy2('a', 'c'); pathlib.Path('a').touch()\n"
+        "os.makedirs('d/e'); shutil.copytree('d', 'f'); shutil.move('b', 'd/e/b'); os.chmod('a', 0o600)\n"
+        "with zipfile.ZipFile('z', 'w') as z: z.write('a')\n"
+        "with zipfile.ZipFile('z') as z: z.extractall('out')\n"
+        "with tempfile.TemporaryDirectory(dir='.') as t: open(t + '/x', 'w').close()\n"
+        "one, other = socket.socketpair(); one.send(b'x'); assert other.recv(1) == b'x'\n"
+        "async def main(): return await asyncio.gather(asyncio.sleep(0, 1), asyncio.to_thread(int, '2'))\n"
+        "os.nice(1); os.sched_setaffinity(0, os.sched_getaffinity(0))\n"
+        "print(asyncio.run(main()), open('out/a').read(), open('d/e/b').read())"
+    )
+    ended = containing.run(Program(source), Limits(cpu_s=5, wall_s=20))
+    assert (ended.status, ended.stdout) == (S.OK, b"[1, 2] text text\n"), ended
+
+
+WAYS = ("os.killpg(0, {})", "os.kill(-1, {})", "os.kill(os.getppid(), {})")
+
+
+def test_no_signal_makes_a_programs_end_the_infrastructures(containing: Sandbox) -> None:
+    all_of = "import os, time\nfor n in range(1, 65):\n  try: {}\n  except OSError: pass\ntime.sleep(0.1)\nprint(1)"
+    for way in WAYS[1:]:
+        ended = containing.run(Program(all_of.format(way.format("n"))), LIMITS)
+        assert (ended.status, ended.stdout) == (S.OK, b"1\n"), (way, ended)
+    to_all = [Program(f"import os, time\n{WAYS[0].format(n)}\ntime.sleep(0.02)") for n in range(1, 65)]
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda program: containing.run(program, Limits(cpu_s=0.5, wall_s=0.5)), to_all))
+    assert not [(n, e) for n, e in enumerate(ends, 1) if e.blame is Blame.INFRA]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the suite itself runs unprivileged: the tests above are this one")
+@pytest.mark.parametrize("name", ["zygote", "landlock"])
+def test_no_signal_reaches_the_watcher_of_an_unprivileged_user(name: str) -> None:
+    code = (
+        "import json\nfrom rollbook.sandbox.backends import make_backend\nfrom rollbook.core.sandboxing import *\n"
+        f"s = make_backend({name!r}, 1)\n"
+        "e = [s.run(Program('import os\\ntry: ' + way.format(n) + '\\nexcept OSError: pass'), Limits(cpu_s=0.5, wall_s=0.5))"
+        f" for way in {WAYS!r} for n in (1, 2, 9, 15)]\n"
+        "print(json.dumps([x.blame for x in e]))\ns.close()"
+    )
+    command = ["setpriv", "--reuid=61234", "--regid=61234", "--clear-groups", "--inh-caps=-all", "--no-new-privs"]
+    done = subprocess.run(
+        [*command, zygotes.interpreter("landlock"), "-c", code],
+        env={"PYTHONPATH": str(Path(zygotes.__file__).parents[2]), "PATH": os.environ["PATH"]},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(json.loads(done.stdout)) == 12 and "infra" not in json.loads(done.stdout)
+
+
+ODD = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff) \\n', 0, 0, 0)\ntime.sleep(0.3)\nprint(1)"
+
+
+def test_a_name_that_is_no_text_changes_nothing_for_its_job_or_the_next(containing: Sandbox) -> None:
+    ended = [containing.run(Program(source), LIMITS) for source in (ODD, "print(1)")]
+    assert [(e.status, e.stdout) for e in ended] == [(S.OK, b"1\n")] * 2, ended
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_a_watcher_that_fails_leaves_no_job_and_the_next_one_runs(name: str, tmp_path: Path) -> None:
+    package = tmp_path / "rollbook"
+    shutil.copytree(Path(zygotes.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    watch, measured = package / "sandbox" / "watch.py", "used = meter.read()\n"
+    broken = watch.read_text().replace(measured, f"{measured}        61 - limits['wall_s'] or 1 / 0\n", 1)
+    watch.write_text(broken)
+    code = (
+        "import json, os\nfrom rollbook.sandbox.backends import make_backend\nfrom rollbook.core.sandboxing import *\n"
+        f"from rollbook.sandbox.attacks.bait import look\ns = make_backend({name!r}, 1)\n"
+        "source = 'import ctypes, os, time\\nctypes.CDLL(None).prctl(15, b\"rbwatcherless\", 0, 0, 0)\\n"
+        "if os.fork() == 0: os.setsid()\\ntime.sleep(60)'\n"
+        "e, n = s.run(Program(source), Limits(wall_s=61)), len(look('rbwatcherless'))\n"
+        "again = s.run(Program(''), Limits())\ns.close()\n"
+        "print(json.dumps([e.status, e.reason[-60:], n, again.status, os.listdir(os.environ['TMPDIR'])]))"
+    )
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    for folder in (scratch, tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"], "TMPDIR": str(scratch)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    status, reason, running, again, left = json.loads(done.stdout)
+    assert status == "infra_spawn" and "ZeroDivisionError" in reason, "what was broken on purpose"
+    assert (running, again, left) == (0, "ok", [])
+
+
+SHORT = (
+    "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nend = time.time() + 6\nwhile time.time() < end:\n"
+    "  try:\n    if os.fork() == 0:\n      t = time.time()\n      while time.time() - t < 0.02: pass\n      os._exit(0)\n"
+    "  except OSError: time.sleep(0.001)"
+)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_where_a_group_counts_processor_time_no_child_is_too_short_to_count(name: str) -> None:
+    sandbox = make_backend(name, 1)
+    try:
+        ended = sandbox.run(Program(SHORT), Limits(cpu_s=0.7, wall_s=20, processes=8))
+        after = sandbox.run(Program("print(1)"), LIMITS)
+    finally:
+        sandbox.close()
+    if "cpu:cgroup" not in ended.enforced:
+        pytest.skip("no control groups here")
+    assert ended.status is S.TIMEOUT_CPU and after.status is S.OK and after.cpu_s < 0.5, "the jobs before do not count"
+
+
+def test_what_polling_does_not_bound_is_said(containing: Sandbox) -> None:
+    enforced = containing.run(Program("print(1)"), LIMITS).enforced
+    assert ("memory:polled" in enforced) is ("memory:cgroup" in enforced)
+    assert ("memory:polled (not shared)" in enforced) is ("memory:cgroup" not in enforced)
 
 
 def test_a_machine_whose_calls_are_unknown_is_refused() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def score(
 )  # fmt: skip
 def test_the_program_is_the_last_python_block_or_all_of_it(completion: str, program: str | None) -> None:
     assert find_program(completion) == program
+
+
+@pytest.mark.parametrize("line", ["~" * 200_000 + "`", "~~~" + " " * 200_000 + "`", "~~~" + "a" * 200_000 + "`"])
+def test_a_line_that_is_nearly_a_fence_takes_no_quadratic_time(line: str) -> None:
+    began = time.process_time()
+    assert find_program(line) is None
+    assert time.process_time() - began < 1.0
 
 
 def test_right_programs_are_paid_and_wrong_ones_are_not_and_say_why(zygote: Sandbox, file: Path) -> None:

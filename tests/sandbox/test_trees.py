@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from rollbook.core.records import Blame, SandboxStatus
 from rollbook.core.sandboxing import Limits, Program
+from rollbook.sandbox import trees
 from rollbook.sandbox.backends import make_backend
-from rollbook.sandbox.trees import DEPTH_MAX, directories, remove, size_of
+from rollbook.sandbox.trees import DEPTH_MAX, ENTRIES_MAX, directories, remove, size_of
+from rollbook.sandbox.zygote import interpreter
 
-DEEP = "import os\nfor _ in range({depth}):\n    os.mkdir('d' * 9)\n    os.chdir('d' * 9)\nopen('leaf', 'w').write('x')"
+DEEP = "import os\nfor _ in range({depth}):\n    os.mkdir({name!r})\n    os.chdir({name!r})\nopen('leaf', 'w').write('x')"
 
 
-def deepen(top: Path, depth: int) -> None:
+def deepen(top: Path, depth: int, name: str = "d" * 9) -> None:
     """A chain of directories, made as no path could name it."""
     here = os.open(".", os.O_RDONLY)
     try:
         os.chdir(top)
-        exec(DEEP.format(depth=depth), {})
+        exec(DEEP.format(depth=depth, name=name), {})
     finally:
         os.fchdir(here)
         os.close(here)
@@ -37,7 +43,7 @@ def test_a_tree_of_any_depth_is_looked_through_and_removed(tmp_path: Path, depth
     deepen(top, depth)
     seen = list(directories(str(top)))
     assert sum(1 for _ in seen) > min(depth, 300) and not any("/etc" in directory for directory, _ in seen)
-    assert (size_of(str(top)) == sys.maxsize) == (depth > DEPTH_MAX) and size_of(str(top)) >= 5000
+    assert (size_of(str(top)) == sys.maxsize) == (depth > DEPTH_MAX or os.geteuid() != 0) and size_of(str(top)) >= 5000
     remove(str(top))
     assert not top.exists() and Path("/etc").is_dir()
 
@@ -53,9 +59,112 @@ def test_a_job_that_makes_a_deep_tree_is_blamed_for_it_and_leaves_nothing(name: 
     before = set(os.listdir("/tmp"))
     sandbox = make_backend(name, 2)
     try:
-        ended = sandbox.run(Program(DEEP.format(depth=1500) + "\nimport time; time.sleep(3)"), Limits(disk_bytes=8 << 20))
+        source = DEEP.format(depth=1500, name="d" * 9) + "\nimport time; time.sleep(3)"
+        ended = sandbox.run(Program(source), Limits(disk_bytes=8 << 20))
     finally:
         sandbox.close()
     ends = (SandboxStatus.DISK_LIMIT,) if name == "landlock" else (SandboxStatus.DISK_LIMIT, SandboxStatus.OK)
     assert ended.status in ends and ended.blame is not Blame.INFRA
     assert not [left for left in set(os.listdir("/tmp")) - before if left.startswith("rollbook-job")]
+
+
+@pytest.mark.parametrize("name", ["many", "long names"])
+def test_a_tree_with_more_entries_than_anybody_needs_or_paths_that_no_call_takes_is_over_every_limit(
+    tmp_path: Path, name: str
+) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    if name == "many":
+        for i in range(ENTRIES_MAX):
+            (top / str(i)).touch()
+        assert size_of(str(top)) < sys.maxsize
+        (top / "one more").touch()
+    else:
+        deepen(top, 20, "n" * 255)
+    assert size_of(str(top)) == sys.maxsize
+    remove(str(top))
+    assert not top.exists()
+
+
+HIDING = {
+    "open files without a name": (
+        "import os, time\nheld = []\nfor i in range(6):\n  held.append(os.open('f', os.O_CREAT | os.O_RDWR)); os.unlink('f')\n"
+        "  os.write(held[-1], b'x' * (2 << 20))\ntime.sleep(2)"
+    ),
+    "a thread's own descriptors": (
+        "import ctypes, os, time\nlibc = ctypes.CDLL(None)\nstack = ctypes.create_string_buffer(1 << 20)\n"
+        "@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)\ndef hold(_):\n  held = []\n  for i in range(6):\n"
+        "    held.append(os.open('f', os.O_CREAT | os.O_RDWR)); os.unlink('f'); os.write(held[-1], b'x' * (2 << 20))\n"
+        "  time.sleep(2); os._exit(0)\n"
+        "libc.clone(hold, ctypes.c_void_p(ctypes.addressof(stack) + (1 << 20)), 0x10900, None)\ntime.sleep(2)"
+    ),
+    "mappings of files that nobody has open": (
+        "import ctypes, os, time\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\nfor i in range(6):\n"
+        "  fd = os.open('f', os.O_CREAT | os.O_RDWR); os.write(fd, b'x' * (2 << 20))\n"
+        "  libc.mmap(None, ctypes.c_size_t(4096), 1, 1, fd, ctypes.c_long(0)); os.unlink('f'); os.close(fd)\ntime.sleep(2)"
+    ),
+    "an unreadable directory": (
+        "import os, time\nos.mkdir('d', 0o300)\nfor i in range(6): open(f'd/{i}', 'wb').write(b'x' * (2 << 20))\ntime.sleep(2)"
+    ),
+    "its own directory, unreadable": (
+        "import os, time\nos.chmod('.', 0o300)\nfor i in range(6): open(f'{i}', 'wb').write(b'x' * (2 << 20))\ntime.sleep(2)"
+    ),
+    "entries": "import time\nfor i in range(6000): open(str(i), 'w').close()\ntime.sleep(2)",
+}
+FILES = {
+    "a mapping of a file that lost its name": (
+        "import mmap, tempfile, time\nf = tempfile.TemporaryFile(dir='.'); f.write(b'x' * 100000); f.flush()\n"
+        "m = mmap.mmap(f.fileno(), 0); f.close(); time.sleep(0.4); print(len(m))"
+    ),
+    "renamed and removed": (
+        "import os, time\nend = time.time() + 0.5\nwhile time.time() < end:\n"
+        "  with open('f', 'wb') as f: f.write(b'x' * (3 << 20))\n"
+        "  os.rename('f', 'g'); os.remove('g')\nprint(100000)"
+    ),
+    "children that end": (
+        "import os, time\nend = time.time() + 0.5\nwhile time.time() < end:\n"
+        "  if os.fork() == 0: os._exit(0)\n  os.wait()\nprint(100000)"
+    ),
+}
+_RUN = """
+import json, os, sys
+from rollbook.sandbox.backends import make_backend
+from rollbook.core.sandboxing import *
+s = make_backend("landlock", 1)
+ended = [s.run(Program(p), Limits(cpu_s=5, wall_s=20, disk_bytes=8 << 20)) for p in json.loads(sys.stdin.read())]
+s.close()
+print(json.dumps([[e.status, e.blame, e.stdout.decode(), e.reason] for e in ended]))
+"""
+
+
+@functools.cache
+def ends_of(user: str) -> dict[str, list[str]]:
+    """How each program ends in landlock, by its name."""
+    names = [*HIDING, *FILES]
+    unprivileged = ["setpriv", "--reuid=61234", "--regid=61234", "--clear-groups", "--inh-caps=-all", "--no-new-privs"]
+    command = [] if user == "as it is" else unprivileged
+    with tempfile.TemporaryDirectory(prefix="trees-") as scratch:
+        os.chmod(scratch, 0o777)
+        done = subprocess.run(
+            [*command, interpreter("landlock"), "-c", _RUN], input=json.dumps([{**HIDING, **FILES}[name] for name in names]),
+            env={"PYTHONPATH": str(Path(trees.__file__).parents[2]), "PATH": os.environ["PATH"], "TMPDIR": scratch},
+            capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert os.listdir(scratch) == [], "nothing stays, whatever mode it has"
+    return dict(zip(names, json.loads(done.stdout), strict=True))
+
+
+USERS = ("as it is", "unprivileged") if os.geteuid() == 0 else ("as it is",)
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("name", HIDING)
+def test_what_a_job_hides_counts_for_its_disk(name: str, user: str) -> None:
+    assert ends_of(user)[name][:2] == ["disk_limit", "model"], ends_of(user)[name]
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("name", FILES)
+def test_what_an_ordinary_program_does_with_its_files_is_not_taken_for_hiding(name: str, user: str) -> None:
+    assert ends_of(user)[name][:3] == ["ok", None, "100000\n"], ends_of(user)[name]

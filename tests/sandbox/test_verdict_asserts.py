@@ -187,3 +187,26 @@ def test_one_slot_is_refused_with_the_way_out() -> None:
 def test_tests_that_cannot_run_are_the_tasks_fault_and_never_a_zero(zygote: Sandbox, tests: list[str], imports: str) -> None:
     with pytest.raises(TaskError):
         judge_asserts(zygote, HONEST, tests, LIMITS, imports=imports)
+
+
+CHAIN = "def nest(x): return [x]\ndef flat(x): return 1\ndef deep(n):\n  v = []\n  for _ in range(n): v = [v]\n  return v\n"
+
+
+@pytest.mark.parametrize("test", [
+    "assert flat(deep(60)) == 1", "x = []\nfor _ in range(99): x = nest(x)", "assert flat([deep(30), [[deep(59)]]]) == 1",
+    "assert flat(x={'a': (deep(58),)}) == 1",
+])  # fmt: skip
+def test_a_value_that_is_too_deep_to_be_passed_back_is_the_programs_failure(zygote: Sandbox, test: str) -> None:
+    verdict = judge_asserts(zygote, CHAIN, [test], LIMITS, names=["nest", "flat", "deep"])
+    assert (verdict.status, verdict.blame, verdict.passed) == (S.INVALID_RESULT, Blame.MODEL, 0), verdict
+    assert "60 deep" in verdict.reason
+
+
+def test_a_value_that_a_test_nested_too_deeply_itself_is_the_tasks_fault(zygote: Sandbox) -> None:
+    own = "x = {}\nfor _ in range(70): x = [x]\nassert flat(x) == 1"
+    assert judge_asserts(zygote, CHAIN, ["assert flat(deep(50)) == 1"], LIMITS, names=["flat", "deep"]).right
+    for value, source in (("[]", CHAIN), ("deep(3)", CHAIN)):
+        with pytest.raises(TaskError, match="60 deep"):
+            judge_asserts(zygote, source, [own.format(value)], LIMITS, names=["flat", "deep"])
+    with pytest.raises(TaskError, match="more than"):
+        judge_asserts(zygote, CHAIN, ["deep(40)\nflat(iter(range(100_001)))"], LIMITS, names=["flat", "deep"])

@@ -70,6 +70,8 @@ def test_a_program_that_ends_keeps_what_it_had_passed(zygote: Sandbox) -> None:
         (True, "1", False, False), ([1, 2], "(1, 2)", False, True), ([1, 2], "[2, 1]", False, False),
         ({"a": 1, "b": [2]}, "{'b': [2], 'a': 1}", True, True), ({"a": 1}, "{'a': True}", False, False),
         (None, "None", True, True), (None, "0", False, False), ("3", "3", False, False), (0.3, "0.1 + 0.2", False, True),
+        pytest.param(10**400, "1.0", False, False, id="large"), pytest.param(10**400, "10**400 + 1", False, False, id="next"),
+        (0.5, "10 ** 400", False, False), (float("inf"), "10 ** 400", False, False), ([1.0, 2**99], "[1, 2**99]", False, True),
         (float("nan"), "float('nan')", False, False), (10**40, "10 ** 40", True, True), ([], "()", False, True),
         ({"1": 2}, "{1: 2}", False, False),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
@@ -161,3 +162,27 @@ def test_an_opaque_object_says_only_whether_it_is_true() -> None:
 def test_numbers_keep_every_bit() -> None:
     for value in (0.1, 5e-324, math.pi, -0.0, 1.7976931348623157e308):
         assert there_and_back(value).hex() == value.hex()  # type: ignore[attr-defined]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers() | st.floats() | st.sampled_from([10**400, -(10**400), 1 << 1024]), st.integers() | st.floats())
+def test_numbers_of_any_size_are_compared(a: float, b: float) -> None:
+    for x, y in ((a, b), (b, a), (a, a)):
+        assert equal(x, y, numbers="loose") in (True, False)
+    assert not equal(10**400, 1.5, numbers="loose") and equal(10**400, 10**400, numbers="loose")
+
+
+@pytest.mark.parametrize("leaf", [{"i": "0x1"}, {"q": ["0x1", "0x3"]}, {"D": "1E+9999"}, {"c": ["0x1.8p+1", "0x1.8p+1"]}])
+@pytest.mark.parametrize("tag", ["z", "t"])
+def test_checking_takes_time_by_the_size_of_a_value_and_not_by_its_depth_as_well(leaf: dict, tag: str) -> None:
+    leaves = [leaf] * (500_000 // len(json.dumps(leaf)))
+    deep: dict = {"t": leaves}
+    for _ in range(DEPTH_MAX - 4 if tag == "z" else DEPTH_MAX // 2 - 2):
+        deep = {"z": [deep if tag == "z" else {"t": [deep]}, *range(SAME_HASH_MAX + 6)]}
+    flat = {"z": [{"t": leaves}, *range(SAME_HASH_MAX + 6)]}
+    spent = []
+    for value in (flat, deep):
+        began = time.process_time()
+        checked(value)
+        spent.append(time.process_time() - began)
+    assert spent[1] < 5 * spent[0] + 0.2, spent

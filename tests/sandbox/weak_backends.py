@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 from rollbook.core.errors import Unavailable
-from rollbook.core.sandboxing import Job, Limits, Program, Sandbox
+from rollbook.core.records import Blame, SandboxStatus
+from rollbook.core.sandboxing import Execution, Job, Limits, Program, Sandbox
 from rollbook.sandbox.backends import make_backend
 
 _HAND_OVER = """
@@ -55,6 +57,44 @@ class LeakyDescriptors(Sandbox):
         self._inner.close()
 
 
+class FragileWatcher(Sandbox):
+    """Contains like the zygote, but reads names of processes as text, and fails as infrastructure where they are none."""
+
+    name = "zygote"
+
+    def __init__(self, slots: int) -> None:
+        self._inner: Sandbox = make_backend("zygote", slots)
+
+    def start(self, program: Program, limits: Limits) -> Job:
+        return FragileJob(self._inner.start(program, limits))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class FragileJob(Job):
+    """A job of ``FragileWatcher``."""
+
+    def __init__(self, inner: Job) -> None:
+        self._inner, self._failed = inner, False
+        self.send, self.close_input, self.kill = inner.send, inner.close_input, inner.kill
+
+    def read_line(self, timeout_s: float) -> bytes | None:
+        line = self._inner.read_line(timeout_s)
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+            except OSError:
+                continue
+            except UnicodeDecodeError:
+                self._failed = True
+        return line
+
+    def wait(self) -> Execution:
+        ended = self._inner.wait()
+        return replace(ended, status=SandboxStatus.INFRA_SPAWN, blame=Blame.INFRA) if self._failed else ended
+
+
 def leaky_network(slots: int) -> Sandbox:
     return LeakyNetwork(slots, "leaky-network")
 
@@ -65,6 +105,10 @@ def leaky_network_called_zygote(slots: int) -> Sandbox:
 
 def leaky_descriptors(slots: int) -> Sandbox:
     return LeakyDescriptors(slots)
+
+
+def fragile_watcher(slots: int) -> Sandbox:
+    return FragileWatcher(slots)
 
 
 def suite_killed(slots: int) -> Sandbox:

@@ -1,4 +1,4 @@
-"""Control groups for memory and processes of a whole job, where this machine lets us make them.
+"""Control groups for memory, processes and processor time of a whole job, where this machine lets us make them.
 
 Owns one group per zygote and slot, in version 1 or 2. Never fails a job: without groups the watcher's own polling bounds it, and
 what bounded it is said (``enforced``). Standard library only. Source: cgroups(7).
@@ -18,19 +18,21 @@ class Groups:
     """The groups of one slot of one zygote."""
 
     def __init__(self, slot: int) -> None:
-        self._memory = self._pids = None
+        self._memory = self._pids = self._cpu = None
         name = f"{os.getpid()}-{slot}"
         if (ROOT / "cgroup.controllers").is_file():
             self._version = 2
-            self._memory = self._pids = _make(ROOT / NAME / name, ROOT)
+            self._memory = self._pids = self._cpu = _make(ROOT / NAME / name, ROOT)
         else:
             self._version = 1
             self._memory, self._pids = _make(ROOT / "memory" / NAME / name), _make(ROOT / "pids" / NAME / name)
+            self._cpu = _make(ROOT / "cpuacct" / NAME / name)
 
     @property
     def enforced(self) -> tuple[str, ...]:
         """What the groups bound."""
-        return (*(("memory:cgroup",) if self._memory else ()), *(("pids:cgroup",) if self._pids else ()))
+        kinds = (("memory:cgroup", self._memory), ("pids:cgroup", self._pids), ("cpu:cgroup", self._cpu))
+        return tuple(kind for kind, group in kinds if group)
 
     def limit(self, memory_bytes: int, processes: int) -> None:
         """Set both limits; what cannot be set is not enforced from then on."""
@@ -53,21 +55,31 @@ class Groups:
 
     def join(self, pid: int) -> None:
         """Put a process, and what it will start, into the groups."""
-        for group in {self._memory, self._pids} - {None}:
+        for group in {self._memory, self._pids, self._cpu} - {None}:
             try:
                 (group / "cgroup.procs").write_text(str(pid))  # type: ignore[operator]
             except OSError:
                 self._memory = None if group is self._memory else self._memory
                 self._pids = None if group is self._pids else self._pids
+                self._cpu = None if group is self._cpu else self._cpu
 
     def counts(self) -> tuple[int, int]:
         """(kills for memory, refused forks) since the groups exist."""
         oom_file = "memory.events" if self._version == 2 else "memory.oom_control"
         return _count(self._memory, oom_file, "oom_kill"), _count(self._pids, "pids.events", "max")
 
+    def cpu_s(self) -> float:
+        """Processor time of all that was in the group since it exists; 0 where it is not counted."""
+        if self._version == 2:
+            return _count(self._cpu, "cpu.stat", "usage_usec") / 1e6
+        try:
+            return int((self._cpu / "cpuacct.usage").read_text()) / 1e9 if self._cpu else 0.0
+        except (OSError, ValueError):
+            return 0.0
+
     def remove(self) -> None:
         """Remove the groups; harmless when they are gone."""
-        for group in {self._memory, self._pids} - {None}:
+        for group in {self._memory, self._pids, self._cpu} - {None}:
             with contextlib.suppress(OSError):
                 group.rmdir()  # type: ignore[union-attr]
 

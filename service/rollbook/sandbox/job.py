@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import types
@@ -89,8 +90,11 @@ def payload_of(source: str, setup: str, files: dict[str, bytes]) -> bytes:
 
 def reap(inner: tuple[int, int, int, int, int, int], status: int) -> NoReturn:
     """As first process of a pid namespace: start the job, reap, write its wait status, end; the kernel ends what is left."""
+    # The kernel keeps from a first process what it does not handle, and Python handles this one: before anybody can send it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         if (job := os.fork()) == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             become_job(*inner)
         for fd in inner:
             os.close(fd)

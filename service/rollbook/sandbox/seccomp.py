@@ -2,7 +2,9 @@
 
 Owns the list, for x86_64 and aarch64. Denied calls fail with EPERM, so that a program sees an error and not a death. ``clone3``
 says ENOSYS: its flags lie in memory where no filter sees them, and the C library then uses ``clone``, whose namespace flags are
-denied. Never allows what is not this machine's own call table (x32 on x86_64). Source: seccomp(2).
+denied. Calls that name a process may name the caller only. Where a job sees the machine's own files, perhaps as their
+owner (``shared``), it gives no file an owner or attribute, and a change of mode or time is said to be done and is not: ordinary
+programs copy both. Never allows what is not this machine's own call table (x32 on x86_64). Source: seccomp(2).
 """
 
 from __future__ import annotations
@@ -13,14 +15,26 @@ import struct
 
 from rollbook.sandbox.kernel import ANY_NAMESPACE
 
-_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_LD, _JEQ, _JGE, _JSET, _RET, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NR, _ARCH, _ARG0 = 0, 4, 16
+_NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
-_PRLIMIT = {"x86_64": 302, "aarch64": 261}
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_TYPE_MASK = 1, 1, 5, 0xF
+_PRCTL = {"x86_64": 157, "aarch64": 167}
+_PR_SET_DUMPABLE = 4
+_OF_ITSELF = {
+    "x86_64": {"sched_setparam": 142, "sched_setscheduler": 144, "sched_setaffinity": 203, "prlimit": 302, "sched_setattr": 314},
+    "aarch64": {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "prlimit": 261, "sched_setattr": 274},
+}
+"""Calls whose first argument is a process; 0 is the caller."""
+_OF_KIND = {
+    "x86_64": {"setpriority": (141, 0), "ioprio_set": (251, 1)}, "aarch64": {"setpriority": (140, 0), "ioprio_set": (30, 1)},
+}  # fmt: skip
+"""Calls whose first argument says what the second is, and that number for a process: its group and its user are not its own."""
 
 _COMMON = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
@@ -56,13 +70,33 @@ DENIED = {
     },
 }  # fmt: skip
 """Numbers by machine and name. Memory that no resident size shows (memfd, System V) is among them."""
+_FILES = {"setxattrat": 463, "removexattrat": 466, "file_setattr": 469}
+DENIED_SHARED = {
+    "x86_64": _FILES | {
+        "sendmsg": 46, "chown": 92, "fchown": 93, "lchown": 94, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190,
+        "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "fchownat": 260, "sendmmsg": 307,
+    },
+    "aarch64": _FILES | {
+        "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
+        "fchownat": 54, "fchown": 55, "sendmsg": 211, "sendmmsg": 269,
+    },
+}  # fmt: skip
+"""Beside ``DENIED``: no rule of landlock holds for them. A file on its way in a message is one that nobody could count."""
+IGNORED_SHARED = {
+    "x86_64": {
+        "chmod": 90, "fchmod": 91, "utime": 132, "utimes": 235, "futimesat": 261, "fchmodat": 268, "utimensat": 280,
+        "fchmodat2": 452,
+    },
+    "aarch64": {"fchmod": 52, "fchmodat": 53, "utimensat": 88, "fchmodat2": 452},
+}  # fmt: skip
+"""Said to be done."""
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("<HBBI", code, if_true, if_false, value)
 
 
-def filter_program(machine: str | None = None) -> bytes:
+def filter_program(machine: str | None = None, shared: bool = False) -> bytes:
     """Instructions for ``kernel.install_filter``. Raises OSError (a machine whose calls are not known here)."""
     machine = machine or platform.machine()
     if machine not in DENIED:
@@ -72,9 +106,21 @@ def filter_program(machine: str | None = None) -> bytes:
     if machine == "x86_64":
         program += [_op(_JGE, _X32, 0, 1), deny]
     program += [_op(_JEQ, _CLONE3, 0, 1), _op(_RET, _ERRNO | errno.ENOSYS)]
-    for number in sorted(DENIED[machine].values()):
+    for number in sorted([*DENIED[machine].values(), *(DENIED_SHARED[machine].values() if shared else ())]):
         program += [_op(_JEQ, number, 0, 1), deny]
-    # Of its own limits only: a process's first ancestor in the sandbox has the same user.
-    program += [_op(_JEQ, _PRLIMIT[machine], 0, 4), _op(_LD, _ARG0), _op(_JEQ, 0, 0, 1), _op(_RET, _ALLOW), deny]
+    allow = _op(_RET, _ALLOW)
+    if shared:
+        for number in sorted(IGNORED_SHARED[machine].values()):
+            program += [_op(_JEQ, number, 0, 1), _op(_RET, _ERRNO)]
+        # Whoever makes itself unreadable hides the files that it holds from a watcher of the same user.
+        program += [_op(_JEQ, _PRCTL[machine], 0, 4), _op(_LD, _ARG0), _op(_JEQ, _PR_SET_DUMPABLE, 0, 1), deny, allow]
+    for number in sorted(_OF_ITSELF[machine].values()):
+        program += [_op(_JEQ, number, 0, 4), _op(_LD, _ARG0), _op(_JEQ, 0, 0, 1), allow, deny]
+    for number, process in sorted(_OF_KIND[machine].values()):
+        program += [_op(_JEQ, number, 0, 6), _op(_LD, _ARG0), _op(_JEQ, process, 0, 3)]
+        program += [_op(_LD, _ARG1), _op(_JEQ, 0, 0, 1), allow, deny]
+    # A pair of datagram sockets would send to any socket that has a name; connected ones reach each other only.
+    program += [_op(_JEQ, _SOCKETPAIR[machine], 0, 8), _op(_LD, _ARG0), _op(_JEQ, _AF_UNIX, 0, 5), _op(_LD, _ARG1)]
+    program += [_op(_AND, _SOCK_TYPE_MASK), _op(_JEQ, _SOCK_STREAM, 1, 0), _op(_JEQ, _SOCK_SEQPACKET, 0, 1), allow, deny]
     program += [_op(_JEQ, _CLONE[machine], 0, 3), _op(_LD, _ARG0), _op(_JSET, ANY_NAMESPACE, 0, 1), deny]
-    return b"".join([*program, _op(_RET, _ALLOW)])
+    return b"".join([*program, allow])

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from rollbook.sandbox.cgroups import Groups
 from rollbook.sandbox.job import CLAIM_BYTES_MAX, READY, write_all
 from rollbook.sandbox.trees import size_of
+from rollbook.sandbox.unlinked import Unlinked
 
 TICK_S = 0.05
 SETUP_S = 10.0
@@ -56,7 +57,7 @@ class Meter:
             own, waited = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
             self.seen[pid, int(fields[19])] = own
             with_reaped += own + waited
-            total.rss_bytes += max(0, int(fields[21]) * _PAGE - self.base_bytes)
+            total.rss_bytes += max(0, _pages(pid, fields) * _PAGE - self.base_bytes)
             total.processes += int(fields[17])
         total.cpu_s = max(with_reaped, sum(self.seen.values())) / _TICKS
         return total
@@ -75,12 +76,15 @@ class Watch:
     enforced: tuple[str, ...] = ()
     scratch: str = ""
     """A directory whose size nothing but this watcher bounds; empty where the scratch space is a file system of its own."""
+    unlinked: Unlinked | None = None
     started: float = field(default_factory=time.monotonic)
     claim: bytearray = field(default_factory=bytearray)
     ready_at: float | None = None
     killed: str = ""
     crowded: bool = False
     cpu_s: float = 0.0
+    cpu_before_s: float = 0.0
+    """Of the job's group, by the jobs before."""
     rss_bytes: int = 0
     base_bytes: int = 0
     error: str = ""
@@ -88,6 +92,7 @@ class Watch:
     def run(self, pid: int) -> dict:
         """Watch ``pid`` to its end; returns the fields of ``outcome.Report``."""
         before = self.groups.counts() if self.groups else (0, 0)
+        self.cpu_before_s = self.groups.cpu_s() if self.groups else 0.0
         meter = Meter(self.base_bytes)
         pidfd = os.pidfd_open(pid)
         os.set_blocking(self.claim_fd, False)  # where there is no pid namespace, what the job left may hold the other end
@@ -115,11 +120,20 @@ class Watch:
             "wait_status": status if own is None else own, "killed": self.killed, "oom": after[0] > before[0],
             "lost": self.status_fd >= 0 and own is None and not self.killed,
             "crowded": self.crowded or after[1] > before[1], "error": self.error,
-            "cpu_s": max(self.cpu_s, used.ru_utime + used.ru_stime),
+            "cpu_s": max(self.cpu_s, used.ru_utime + used.ru_stime, self._group_cpu_s()),
             "wall_s": time.monotonic() - (self.ready_at or self.started),
             "rss_bytes": max(self.rss_bytes, used.ru_maxrss * 1024),
-            "enforced": [*self.enforced, *(self.groups.enforced if self.groups else ()), "memory:polled"],
+            "enforced": self._all_enforced(),
         }  # fmt: skip
+
+    def _all_enforced(self) -> list[str]:
+        groups = self.groups.enforced if self.groups else ()
+        # No process's size shows pages of shared memory that it has let go of and not freed.
+        return [*self.enforced, *groups, "memory:polled" if "memory:cgroup" in groups else "memory:polled (not shared)"]
+
+    def _group_cpu_s(self) -> float:
+        """Processor time of the job's group, also of children that nobody waited for; 0 where nobody counts it."""
+        return max(0.0, self.groups.cpu_s() - self.cpu_before_s) if self.groups else 0.0
 
     def _read_claim(self) -> bool:
         try:
@@ -140,16 +154,22 @@ class Watch:
                 self._kill(pid, "wall")
             return
         used = meter.read()
-        self.rss_bytes, self.cpu_s = max(self.rss_bytes, used.rss_bytes), max(self.cpu_s, used.cpu_s)
+        self.rss_bytes, self.cpu_s = max(self.rss_bytes, used.rss_bytes), max(self.cpu_s, used.cpu_s, self._group_cpu_s())
         self.crowded = self.crowded or used.processes > limits["processes"]
         if used.rss_bytes > limits["memory_bytes"] or (self.groups and self.groups.counts()[0] > ooms):
             self._kill(pid, "memory")
-        elif used.cpu_s > limits["cpu_s"]:
+        elif self.cpu_s > limits["cpu_s"]:
             self._kill(pid, "cpu")
         elif now - self.ready_at > limits["wall_s"]:
             self._kill(pid, "wall")
-        elif self.scratch and size_of(self.scratch) > limits["disk_bytes"]:
+        elif self.scratch and self._disk_bytes() > limits["disk_bytes"]:
             self._kill(pid, "disk")
+
+    def _disk_bytes(self) -> int:
+        """What the job occupies of the machine's disk, with names and without."""
+        self.unlinked = self.unlinked or Unlinked(self.scratch)
+        unlinked = self.unlinked.occupied(descendants(os.getpid()))  # first: what loses its name meanwhile counts once at most
+        return unlinked + size_of(self.scratch)
 
     def _kill(self, pid: int, why: str) -> None:
         self.killed = self.killed or why
@@ -180,11 +200,21 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _stat(pid: int) -> list[str] | None:
+def _pages(pid: int, fields: list[str]) -> int:
+    """Resident pages of one process; where its first thread has ended, what the others say."""
+    if int(fields[20]):
+        return int(fields[21])
+    with contextlib.suppress(OSError):
+        others = [_stat(f"{pid}/task/{name}") for name in os.listdir(f"/proc/{pid}/task")]
+        return max((int(found[21]) for found in others if found), default=0)
+    return 0
+
+
+def _stat(pid: int | str) -> list[str] | None:
     """Fields of proc_pid_stat(5) from the third on."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb") as file:  # its name is whatever bytes the program likes
+            return file.read().rpartition(b")")[2].decode().split()
     except OSError:
         return None
 

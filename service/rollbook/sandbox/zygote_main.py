@@ -58,7 +58,7 @@ def main() -> None:
     is_root = os.geteuid() == 0
     for name in PREIMPORTED:
         __import__(name)
-    program, root = filter_program(), ""
+    program, root = filter_program(shared=mode == "landlock"), ""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children"):
             pass  # without it a job's processes could not be found
@@ -175,30 +175,50 @@ def map_ids(who: int | str, inner: int, uid: int, gid: int) -> None:
 def watcher(
     mode: str, request: dict, fds: list[int], root: str, outer_id: int, groups: Groups | None, program: bytes
 ) -> None:
-    """Isolate, start and watch one job, report, and end."""
-    stdin, stdout, stderr, payload, answers, report, life = fds
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
-    limits, inner = request["limits"], (stdin, stdout, stderr, payload, answers)
+    """Isolate, start and watch one job, report when nothing of it is left, and end."""
+    report = fds[REPORT_PLACE]
     try:
-        claim_r, claim_w = os.pipe()
-        status_r, status_w = os.pipe()
-        up_r, up_w = os.pipe()
-        down_r, down_w = os.pipe()
-        enforced: tuple[str, ...] = ("rlimits",)
-        if mode == "namespaces":
-            kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET)
-            enforced += ("userns", "pidns", "mountns", "ipcns", "utsns", "netns", "read-only root", "seccomp", "uid")
-        elif mode == "bubblewrap":
-            enforced += ("bwrap", "userns", "pidns", "mountns", "ipcns", "utsns", "netns", "read-only root", "seccomp")
-        elif mode == "landlock":
-            enforced += ("landlock", "seccomp", *(("uid",) if outer_id else ()))
-        if groups is not None:
-            groups.limit(limits["memory_bytes"] + limits["disk_bytes"], limits["processes"] + 1)
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize()
-        size_shared = resident_bytes(os.getpid())
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        try:
+            result = watched(mode, request["limits"], fds, root, outer_id, groups, program)
+        except OSError as error:
+            result = {"is_spawned": False, "error": str(error), "enforced": []}
+        except Exception:  # noqa: BLE001 - boundary of the process: the owner is told instead of an interpreter's traceback
+            result = {"is_spawned": False, "error": traceback.format_exc()[-2000:], "enforced": []}
+        write_report(report, result)
+    finally:
+        os._exit(0)
+
+
+def watched(
+    mode: str, limits: dict, fds: list[int], root: str, outer_id: int, groups: Groups | None, program: bytes
+) -> dict:
+    """The report on one job, of which nothing is left, whatever was raised here."""
+    stdin, stdout, stderr, payload, answers, report, life = fds
+    inner = (stdin, stdout, stderr, payload, answers)
+    claim_r, claim_w = os.pipe()
+    status_r, status_w = os.pipe()
+    up_r, up_w = os.pipe()
+    down_r, down_w = os.pipe()
+    enforced: tuple[str, ...] = ("rlimits",)
+    if mode == "namespaces":
+        kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET)
+        enforced += ("userns", "pidns", "mountns", "ipcns", "utsns", "netns", "read-only root", "seccomp", "uid")
+    elif mode == "bubblewrap":
+        enforced += ("bwrap", "userns", "pidns", "mountns", "ipcns", "utsns", "netns", "read-only root", "seccomp")
+    elif mode == "landlock":
+        enforced += ("landlock", "seccomp", *(("uid",) if outer_id else ()))
+    if groups is not None:
+        groups.limit(limits["memory_bytes"] + limits["disk_bytes"], limits["processes"] + 1)
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    size_shared = resident_bytes(os.getpid())
+    with contextlib.ExitStack() as after:
         place = root if mode in PID_NAMESPACED else make_scratch(outer_id)
+        scratch = "" if mode in PID_NAMESPACED else place
+        if scratch:
+            after.callback(remove, scratch)
         if mode != "nothing":
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent stays findable
         pid = os.fork()
@@ -206,22 +226,13 @@ def watcher(
             for fd in (report, life, claim_r, status_r, up_r, down_w):
                 os.close(fd)
             first_process(mode, limits, place, outer_id, program, size, (*inner, claim_w), (status_w, up_w, down_r))
+        after.callback(sweep, outer_id if mode == "landlock" else 0)
         for fd in (*inner, claim_w, status_w, up_w, down_r):
             os.close(fd)
-        scratch = "" if mode in PID_NAMESPACED else place
         watch = Watch(limits, life, claim_r, status_r if mode in PID_NAMESPACED else -1, groups, enforced, scratch)
         watch.error = let_in(pid, mode, outer_id, groups, up_r, down_w)
         watch.base_bytes = 0 if mode == "bubblewrap" else size_shared
-        result = watch.run(pid)
-        if mode not in PID_NAMESPACED:
-            sweep(outer_id if mode == "landlock" else 0)
-            remove(place)
-        write_report(report, result)
-    except OSError as error:
-        write_report(report, {"is_spawned": False, "error": str(error), "enforced": []})
-    except Exception:  # noqa: BLE001 - boundary of the process: the owner is told instead of an interpreter's traceback
-        write_report(report, {"is_spawned": False, "error": traceback.format_exc()[-2000:], "enforced": []})
-    os._exit(0)
+        return watch.run(pid)
 
 
 def let_in(pid: int, mode: str, outer_id: int, groups: Groups | None, up: int, down: int) -> str:
@@ -253,6 +264,8 @@ def first_process(
     status, up, down = pipes
     stdin, stdout, stderr, payload, answers, claim = inner
     try:
+        if mode != "nothing":
+            os.setsid()  # a signal to the job's process group reaches every member of it, also one outside of its namespaces
         if mode == "namespaces":
             enter_root(place, limits, outer_id)
             kernel.unshare(kernel.CLONE_NEWUSER)

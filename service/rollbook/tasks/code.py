@@ -27,7 +27,7 @@ PROGRAM_CHARS_MAX = 200_000
 """A longer completion without a fence is not looked through for Python."""
 FILE_BYTES_MAX = 1 << 30
 _EVIDENCE_CHARS_MAX = 2000
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([\w+.-]*)[^`]*")
+_FENCE = re.compile(r" {0,3}(`{3,}+|~{3,}+)[ \t]*+([\w+.-]*+)[^`]*+")  # possessive: no text makes it try again
 _PYTHON = ("python", "python3", "py", "py3")
 
 Row = dict[str, Any]

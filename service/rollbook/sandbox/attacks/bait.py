@@ -51,13 +51,14 @@ def look(name: str) -> tuple[Seen, ...]:
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{entry}/comm").read_text().rstrip("\n") == name:
+            if Path(f"/proc/{entry}/comm").read_bytes().rstrip(b"\n") == name.encode():
                 found.append(_seen(int(entry)))
     return tuple(process for process in found if process is not None)
 
 
 def _seen(pid: int) -> Seen | None:
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    text = Path(f"/proc/{pid}/status").read_bytes().decode("utf-8", "replace")
+    fields = dict(line.split(":", 1) for line in text.split("\n") if ":" in line)
     if fields["State"].split()[0] in "ZX":
         return None
     return Seen(
@@ -91,11 +92,16 @@ class Bait:
             self.secrets[kind] = secret(kind)
         self.answers.write_text(self.secrets["file"])
         self.answers.chmod(0o644)
+        self.property = self.directory / "property"
+        """A file that nobody is to change."""
+        self.property.write_text("kept")
+        self._property = self._look_at_property()
         self._memory = ctypes.create_string_buffer(self.secrets["memory"].encode())
         self.memory_address = ctypes.addressof(self._memory)
         self.memory_bytes = len(self._memory)
         self.abstract_name = f"rollbook-bait-{host().token()}"
-        self.socket_path = self.directory / "service.sock"
+        self.abstract_log = f"rollbook-bait-{host().token()}"
+        self.socket_path, self.log_path = self.directory / "service.sock", self.directory / "log.sock"
         self.reached: set[bytes] = set()
         self._stop = threading.Event()
         self._descriptors = self._leave_descriptors()
@@ -123,6 +129,14 @@ class Bait:
         if not select.select([self._signals], [], [], within_s)[0]:
             return False
         return signal.SIGUSR1 in os.read(self._signals, 4096)
+
+    def property_changed(self) -> bool:
+        """Whether the file is another one than it was made."""
+        return self._look_at_property() != self._property
+
+    def _look_at_property(self) -> tuple[object, ...]:
+        known = self.property.stat()
+        return known.st_mode, known.st_mtime_ns, known.st_uid, known.st_gid, os.listxattr(self.property)
 
     def settle(self) -> None:
         """Return when the listeners have taken in whatever was sent before this call; bounded."""
@@ -155,26 +169,31 @@ class Bait:
         abstract.bind(f"\0{self.abstract_name}")
         named = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         named.bind(str(self.socket_path))
-        self.socket_path.chmod(0o777)
+        logs = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
+        for log, place in zip(logs, (str(self.log_path), f"\0{self.abstract_log}"), strict=True):
+            log.bind(place)
+        for path in (self.socket_path, self.log_path):
+            path.chmod(0o777)
         for listener in (abstract, named):
             listener.listen(16)
         self.tcp_port, self.udp_port = tcp.getsockname()[1], udp.getsockname()[1]
-        self._listener = threading.Thread(target=self._serve, args=([tcp, abstract, named], udp), name="bait", daemon=True)
+        listeners = ([tcp, abstract, named], [*logs, udp])
+        self._listener = threading.Thread(target=self._serve, args=listeners, name="bait", daemon=True)
         self._listener.start()
 
-    def _serve(self, streams: list[socket.socket], datagrams: socket.socket) -> None:
+    def _serve(self, streams: list[socket.socket], datagrams: list[socket.socket]) -> None:
         with selectors.DefaultSelector() as selector:
-            for listener in (*streams, datagrams):
+            for listener in (*streams, *datagrams):
                 selector.register(listener, selectors.EVENT_READ)
             while not self._stop.is_set():
                 for key, _ in selector.select(timeout=0.1):
                     with contextlib.suppress(OSError):
-                        self._receive(key.fileobj, datagrams)  # type: ignore[arg-type]
-            for listener in (*streams, datagrams):
+                        self._receive(key.fileobj)  # type: ignore[arg-type]
+            for listener in (*streams, *datagrams):
                 listener.close()
 
-    def _receive(self, ready: socket.socket, datagrams: socket.socket) -> None:
-        if ready is datagrams:
+    def _receive(self, ready: socket.socket) -> None:
+        if ready.type is socket.SOCK_DGRAM:
             self.reached.add(ready.recv(_MARK_BYTES))
             return
         connection, _ = ready.accept()

@@ -230,4 +230,23 @@ for n, place in enumerate((".", "/tmp", "/var/tmp", "/dev/shm")):
         stage=1,
         limits=_SPACE,
     ),
+    Attack(
+        "disk_unlinked",
+        "fill the disk with open files that have no name any more",
+        """
+block, total, held = b"x" * (1 << 20), 0, []
+try:
+    for n in range(B["disk"] * 3 // len(block)):
+        held.append(os.open(f"unlinked-{n}", os.O_CREAT | os.O_RDWR))
+        os.unlink(f"unlinked-{n}")
+        total += os.write(held[-1], block)
+except OSError:
+    pass
+time.sleep(0.5)
+if total > B["disk"] * 3 // 2:
+    escaped(f"holds {total >> 20} MB in files without a name")
+""",
+        stage=1,
+        limits=_SPACE,
+    ),
 )

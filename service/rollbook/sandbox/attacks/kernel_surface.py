@@ -52,6 +52,19 @@ def _limits_moved(trial: Trial) -> str:
     return "" if now == resource.getrlimit(resource.RLIMIT_NOFILE) else "it changed a limit of a process of the machine"
 
 
+def _changed(trial: Trial) -> str:
+    return "it changed a file of the machine" if trial.bait.property_changed() else ""
+
+
+def _rescheduled(trial: Trial) -> str:
+    """The victim was started with the suite's own schedule."""
+    pid = trial.victim.pid if trial.victim and trial.victim.poll() is None else 0
+    now, own = (
+        (os.sched_getscheduler(each), os.getpriority(os.PRIO_PROCESS, each), os.sched_getaffinity(each)) for each in (pid, 0)
+    )
+    return "" if now == own else f"it changed the schedule of a process of the machine to {now}"
+
+
 ATTACKS = (
     Attack(
         "privileges",
@@ -279,6 +292,38 @@ except (OSError, ValueError):
         stage=1,
         needs_victim=True,
         while_held=_limits_moved,
+    ),
+    Attack(
+        "change_files",
+        "change mode, times, owner and attributes of a file of the machine, which takes no right to open it",
+        """
+path = B["property"]
+for change in (lambda: os.chmod(path, 0o666), lambda: os.utime(path, (5, 5)), lambda: os.setxattr(path, "user.mark", b"here"),
+               lambda: os.chown(path, os.getuid(), os.getgid())):
+    try:
+        change()
+    except OSError:
+        pass
+""",
+        stage=1,
+        while_held=_changed,
+    ),
+    Attack(
+        "reschedule",
+        "take the processor from a process of the machine",
+        """
+victim = B["victim"]
+for change in (lambda: os.sched_setscheduler(victim, os.SCHED_BATCH, os.sched_param(0)),
+               lambda: os.setpriority(os.PRIO_PROCESS, victim, 19),
+               lambda: os.sched_setaffinity(victim, [min(os.sched_getaffinity(0))])):
+    try:
+        change()
+    except OSError:
+        pass
+""",
+        stage=1,
+        needs_victim=True,
+        while_held=_rescheduled,
     ),
     Attack(
         "realtime",

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollbook.core.records import SandboxStatus
-from rollbook.core.sandboxing import INFRA
 from rollbook.sandbox.attacks.probe import LOOK, Attack, Trial, Untried
 from rollbook.sandbox.trees import directories
 
@@ -51,12 +50,7 @@ def _victim_ended(trial: Trial) -> str:
 
 
 def _parent_hit(trial: Trial) -> str:
-    if trial.bait.signalled(within_s=0.2):
-        return "its signal reached the service"
-    status = trial.execution.status if trial.execution else None
-    if status in INFRA and not trial.lifted:
-        return f"its end looks like the service's own failure: {status}"
-    return ""
+    return "its signal reached the service" if trial.bait.signalled(within_s=0.2) else ""
 
 
 def _outlived(trial: Trial) -> str:
@@ -135,6 +129,49 @@ for pid in {B["suite"], os.getppid()}:
 """,
         stage=1,
         afterwards=_parent_hit,
+        infra_is_escape=True,
+    ),
+    Attack(
+        "signal_keeper",
+        "end the process that holds it by any signal, by its number",
+        """
+for number in range(1, 65):
+    try:
+        os.kill(os.getppid(), number)
+    except OSError:
+        pass
+time.sleep(0.2)
+""",
+        stage=1,
+        infra_is_escape=True,
+    ),
+    Attack(
+        "signal_group",
+        "end the process that holds it by a signal to its process group, which need not end where its namespaces do",
+        """
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+    try:
+        os.killpg(0, number)
+    except OSError:
+        pass
+time.sleep(0.2)
+""",
+        stage=1,
+        infra_is_escape=True,
+    ),
+    Attack(
+        "odd_name",
+        "bear a name that is no text, so that whoever reads it fails",
+        """
+if os.fork() == 0:
+    _libc.prctl(15, b"\\xff) \\xfe", 0, 0, 0)
+    time.sleep(1)
+    os._exit(0)
+time.sleep(0.3)
+""",
+        stage=1,
+        limits=replace(LOOK, wall_s=3.0),
         infra_is_escape=True,
     ),
     Attack(

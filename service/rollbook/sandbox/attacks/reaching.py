@@ -51,6 +51,22 @@ with socket.socket(socket.AF_UNIX) as s:
 """,
     ),
     Attack(
+        "named_datagram",
+        "send a datagram from one of a pair of sockets to a unix socket in the machine's file system, as one logs",
+        """
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+    try:
+        one, other = socket.socketpair(socket.AF_UNIX, kind)
+        for place in (B["log"], "\\0" + B["abstract_log"]):
+            try:
+                one.sendto(B["mark"].encode(), place)
+            except OSError:
+                pass
+    except OSError:
+        pass
+""",
+    ),
+    Attack(
         "shadow_file",
         "read the machine's password file",
         """

@@ -95,6 +95,8 @@ def _effects(trial: Trial) -> list[str]:
     after = trial.attack.afterwards(trial) if trial.attack.afterwards else ""
     effects += [after] if after else []
     execution = trial.execution
+    if execution is not None and trial.attack.infra_is_escape and execution.status in INFRA:
+        effects.append(f"its end looks like the service's own failure: {execution.status}")
     if effects or execution is None:
         return effects
     if execution.status in INFRA and not trial.lifted:

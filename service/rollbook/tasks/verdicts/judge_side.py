@@ -8,19 +8,48 @@ import builtins
 import json
 import sys
 
-from rollbook.tasks.verdicts.plain import OpaqueUsed, Unplain, decode, encode
+from rollbook.tasks.verdicts.plain import OpaqueUsed, TooDeep, Unplain, decode, encode
 
 
 class Stop(BaseException):
     """Ends the tests: what was to be said has been said."""
 
 
+_deepest = 0
+"""Levels of the most deeply nested value that the program has given."""
+
+
+def _levels(value):
+    """How deeply an encoded value is nested."""
+    if isinstance(value, dict):
+        ((tag, value),) = value.items()
+        if tag == "d":
+            value = [item for pair in value for item in pair]
+        elif tag not in ("t", "s", "z", "it"):
+            return 0
+    return 1 + max(map(_levels, value), default=0) if isinstance(value, list) else 0
+
+
+def _is_programs_fault(error, args, kwargs):
+    """Whether arguments that have no encoding would have one if the program had given flat values."""
+    if isinstance(error, OpaqueUsed):
+        return True
+    if not isinstance(error, TooDeep) or not _deepest:
+        return False
+    try:
+        encode([list(args), kwargs], -1 - _deepest)
+    except Unplain:
+        return False
+    return True
+
+
 def _proxy(name, answer):
     def call(*args, **kwargs):
+        global _deepest
         try:
             said = {"name": name, "args": encode(list(args)), "kwargs": encode(kwargs)}
         except Unplain as error:
-            at_fault = "invalid" if isinstance(error, OpaqueUsed) else "broken"
+            at_fault = "invalid" if _is_programs_fault(error, args, kwargs) else "broken"
             answer(json.dumps({at_fault: f"an argument of {name}: {error}"}).encode())
             raise Stop from None
         if '"o":' in (text := json.dumps(said)) and _has_opaque([said["args"], said["kwargs"]]):
@@ -29,6 +58,7 @@ def _proxy(name, answer):
         answer(text.encode())
         given = json.loads(sys.stdin.readline())
         if "ok" in given:
+            _deepest = max(_deepest, _levels(given["ok"]))
             return decode(given["ok"])
         raise _error_of(given["error"], given["text"])
 

@@ -24,6 +24,10 @@ class Unplain(Exception):
     """A value that has no encoding."""
 
 
+class TooDeep(Unplain):
+    """A value that is nested more deeply than ``DEPTH_MAX``."""
+
+
 class OpaqueUsed(Unplain):
     """A stand-in for an object of the program, which cannot go back to it."""
 
@@ -50,7 +54,7 @@ def encode(value, depth=0):
     """What ``json.dumps`` takes. Raises Unplain (nested too deeply, too many items), whatever an object's own methods raise."""
     kind = type(value)
     if depth > DEPTH_MAX:
-        raise Unplain(f"nested more than {DEPTH_MAX} deep")
+        raise TooDeep(f"nested more than {DEPTH_MAX} deep")
     if value is None or kind is bool or kind is str:
         return value
     if isinstance(value, int):

@@ -89,7 +89,8 @@ def checked(value: Any) -> Any:
     return value
 
 
-def _check(value: Any, depth: int, hashable: bool) -> None:
+def _check(value: Any, depth: int, hashable: bool) -> Any:
+    """Raises Unreadable. Returns the value itself where it must be ``hashable``: members are built once, from the inside."""
     if depth > DEPTH_MAX:
         raise Unreadable(f"nested more than {DEPTH_MAX} deep")
     if isinstance(value, list):
@@ -98,12 +99,13 @@ def _check(value: Any, depth: int, hashable: bool) -> None:
         for item in value:
             _check(item, depth + 1, False)
     elif isinstance(value, dict):
-        _check_tagged(value, depth, hashable)
+        return _check_tagged(value, depth, hashable)
     elif type(value) is int and not -SMALL_INT < value < SMALL_INT:
         raise Unreadable("a large number that is not hexadecimal")
+    return value
 
 
-def _check_tagged(value: dict[str, Any], depth: int, hashable: bool) -> None:
+def _check_tagged(value: dict[str, Any], depth: int, hashable: bool) -> Any:
     if len(value) != 1:
         raise Unreadable(f"an object of {len(value)} tags")
     tag, content = next(iter(value.items()))
@@ -112,7 +114,7 @@ def _check_tagged(value: dict[str, Any], depth: int, hashable: bool) -> None:
             raise Unreadable(f"no value of tag {tag!r}")
         if tag == "o" and hashable:
             raise Unreadable("an object that is no plain value, where only a hashable value can stand")
-        return
+        return decode(value) if hashable else value
     if tag not in ("t", "s", "z", "it", "d") or not isinstance(content, list):
         raise Unreadable(f"no value of tag {tag[:20]!r}")
     if hashable and tag not in ("t", "z"):
@@ -120,15 +122,17 @@ def _check_tagged(value: dict[str, Any], depth: int, hashable: bool) -> None:
     if tag == "d" and not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
         raise Unreadable("a dict that is not of pairs")
     keys = [pair[0] for pair in content] if tag == "d" else content
-    for item in keys:
-        _check(item, depth + 1, hashable or tag in ("s", "z", "d"))
+    members = [_check(item, depth + 1, hashable or tag in ("s", "z", "d")) for item in keys]
     if tag == "d":
         for _, item in content:
             _check(item, depth + 1, False)
     if tag in ("s", "z", "d") and len(keys) > SAME_HASH_MAX:
-        (_, most), *_ = Counter(hash(decode(key)) for key in keys).most_common(1)
+        (_, most), *_ = Counter(map(hash, members)).most_common(1)
         if most > SAME_HASH_MAX:
             raise Unreadable(f"{most} members of one hash")
+    if not hashable:
+        return value
+    return tuple(members) if tag == "t" else frozenset(members)
 
 
 def _is_text(pattern: re.Pattern[str], content: Any) -> bool:
@@ -176,7 +180,7 @@ def same(expected: Any, given: Any, *, numbers: str = "strict", sequences: str =
         if type(a) is not type(b):
             return False
     elif numbers == "loose":
-        return a == b or (math.isfinite(a) and math.isfinite(b) and math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12))
+        return a == b or _close(a, b)
     if isinstance(a, list):
         return len(a) == len(b) and all(same(x, y, numbers=numbers, sequences=sequences) for x, y in zip(a, b, strict=True))
     if not isinstance(a, dict):
@@ -195,6 +199,14 @@ def same(expected: Any, given: Any, *, numbers: str = "strict", sequences: str =
         left_set, right_set = ({_key(item, numbers, sequences) for item in items} for items in (x, y))
         return _no_nan(left_set) and left_set == right_set
     return bool(x == y)
+
+
+def _close(a: float, b: float) -> bool:
+    """Whether two numbers are as good as equal; False where one is too large to be a float."""
+    try:
+        return math.isfinite(a) and math.isfinite(b) and math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+    except OverflowError:
+        return False
 
 
 def _no_nan(keys: Iterable[str]) -> bool:
