@@ -166,6 +166,7 @@ def test_a_breaker_that_stays_open_pauses_the_run_for_the_operator(bench: Bench)
         {"status": RewardStatus.NO_VERDICT, "reason": "its worker process died"},
         {"blame": Blame.UNCLEAR, "status": RewardStatus.TIMEOUT},
         {"blame": Blame.MODEL, "status": RewardStatus.NO_VERDICT},
+        {"blame": Blame.UNCLEAR, "status": RewardStatus.INFRA_ERROR, "sandbox_status": SandboxStatus.TIMEOUT_WALL},
     ],
 )
 def test_what_is_not_infrastructures_own_failure_does_not_open_it(bench: Bench, changes: dict) -> None:
@@ -204,6 +205,56 @@ def test_an_environment_that_raises_opens_it(bench: Bench) -> None:
     s.feed(20)
     fail(s, s.lease(4), status=RewardStatus.VERIFIER_ERROR, blame=Blame.UNCLEAR)
     assert breaker(s) == "open"
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-308, 0.07])
+def test_a_share_that_is_tiny_opens_it_with_the_first_failure_or_soon(bench: Bench, share: float) -> None:
+    s = bench.scene(infra_failures_max=share, groups_per_step=1, max_lag_versions=1)
+    s.feed(9)
+    for _ in range(5):
+        fail(s, s.lease(1))
+    assert breaker(s) == "open" and s.ledger.audit() == []
+
+
+def test_one_task_that_always_fails_is_given_up_though_it_opens_the_breaker(bench: Bench) -> None:
+    """Its slots alone are enough to open it; while it is open nothing of theirs counts, so what was given back must end."""
+    s = bench.scene(group_size=8, groups_per_step=2, max_lag_versions=1, infra_window=16, attempts_max=3, survivors_min=4)
+    s.feed(6, 8)
+    cycles = 0
+    while "0.0" not in verdicts(bench) and cycles < 300:
+        cycles += 1
+        bench.let_time_pass(10.0)
+        grants = s.lease(8)
+        fail(s, tuple(g for g in grants if g.key.ordinal == 0), status=RewardStatus.VERIFIER_ERROR, blame=Blame.UNCLEAR)
+        s.submit([g for g in grants if g.key.ordinal > 0])
+    assert verdicts(bench)["0.0"] in ("quarantined", "cancelled", "failed") and s.ledger.audit() == []
+
+
+def test_an_outage_seen_late_is_not_held_against_a_prompt(bench: Bench) -> None:
+    s = bench.scene(**OUTAGE | {"infra_window": 2, "groups_per_step": 1, "max_lag_versions": 0})
+    s.feed(1)
+    fail(s, s.lease(2))
+    while bench.rows("SELECT count(*) FROM prompt_group")[0][0] < 6:
+        bench.let_time_pass(10.0)
+        fail(s, s.lease(9))
+    newest = bench.rows("SELECT max(ordinal) FROM prompt_group")[0][0]
+    assert breaker(s) == "open" and newest == 5
+    while len([k for k in verdicts(bench) if k.startswith("5.")]) < 2:
+        grants = s.lease(9)
+        fail(s, grants, blame=Blame.MODEL, status=RewardStatus.NO_VERDICT)
+        bench.let_time_pass(10.0)
+    assert bench.rows("SELECT refills FROM prompt_group WHERE ordinal = 6") == [(5,)], "its first failure that counts"
+
+
+def test_a_slot_that_failed_for_good_is_not_given_back(bench: Bench) -> None:
+    s = bench.scene(**OUTAGE | {"infra_window": 2}, schedule=ScheduleKind.FIXED)
+    s.feed(2)
+    fail(s, s.lease(1))
+    fail(s, s.lease(1), final=True)
+    assert breaker(s) == "open"
+    assert bench.rows("SELECT attempt FROM lease WHERE ordinal = 0 AND sibling = 0") == [(3,)]
+    with pytest.raises(NotReady, match="rollbook quarantine"):
+        s.plan(1)
 
 
 def test_what_was_leased_before_it_opened_does_not_close_it(bench: Bench) -> None:
@@ -460,3 +511,13 @@ def test_its_state_is_read_from_an_index_of_few_rows(sqlite_bench: Bench) -> Non
         [(text, values)] = asked
         plan = str(conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values).all())
     assert "ix_event_kind" in plan, plan
+
+
+def test_a_group_whose_slots_are_all_spent_at_once_is_refilled_too(bench: Bench) -> None:
+    s = bench.scene(attempts_max=1, groups_per_step=1, max_lag_versions=20)
+    s.feed(2)
+    fail(s, s.lease(2))
+    assert set(verdicts(bench).values()) == {"failed"}
+    assert bench.rows("SELECT refills, count(*) FROM prompt_group WHERE refills IS NOT NULL GROUP BY refills") == [(0, 1)]
+    fail(s, s.lease(2), blame=Blame.UNCLEAR)
+    assert bench.rows("SELECT count(*) FROM event WHERE kind = 'group_refilled'") == [(2,)] and s.ledger.audit() == []

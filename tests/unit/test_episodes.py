@@ -164,7 +164,8 @@ def test_a_failure_of_a_tool_is_never_text_and_never_a_reward(pure: bool, blame:
     judge = Judge(pure, lambda request: failed)
     journal = LastingCalls()
     over = life(judge, journal)
-    assert (over.status, over.blame) == (RewardStatus.INFRA_ERROR, blame or Blame.INFRA)
+    status = RewardStatus.INFRA_ERROR if blame is None else RewardStatus.VERIFIER_ERROR
+    assert (over.status, over.blame) == (status, blame or Blame.INFRA)
     assert over.result is None and over.final is not pure and over.sandbox_status is SandboxStatus.INFRA_SPAWN
     assert "no slot" in over.reason and b"fire" not in bytes(i for i in unpack_i32(over.trajectory.token_ids) if i < 256)
     assert journal.calls(grant())[0].response_json is None and not judge.scored

@@ -292,7 +292,8 @@ class LedgerConfig:
     """Share of infrastructure failures among the newest ``infra_window`` outcomes at which the circuit breaker opens: nothing is
     leased but probes, nothing is planned, until probes succeed."""
     infra_window: int = 64
-    """Outcomes (samples and failures) the breaker looks at; it stays closed before there are as many."""
+    """Outcomes (samples and failures) the breaker looks at, fewer where few slots are in flight; it opens as soon as the share of
+    so many has failed."""
     breaker_pause_s: float = 600.0
     """An open breaker pauses the run for the operator after this long."""
     metrics_port: int = 0

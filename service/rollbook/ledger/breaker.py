@@ -34,7 +34,7 @@ SILENT = "its worker fell silent"
 PROBES_LOOKED_AT = 16
 COUNTED = {
     Blame.INFRA.value: (RewardStatus.INFRA_ERROR.value, RewardStatus.VERIFIER_ERROR.value, RewardStatus.TIMEOUT.value),
-    Blame.UNCLEAR.value: (RewardStatus.INFRA_ERROR.value, RewardStatus.VERIFIER_ERROR.value),
+    Blame.UNCLEAR.value: (RewardStatus.VERIFIER_ERROR.value,),
 }
 """Blame to the statuses that count with it."""
 
@@ -114,37 +114,49 @@ class Breaker(Feeding):
         merged += [(at, status if counts(status, blame) else "") for at, status, blame in given]
         return sorted(merged, key=lambda outcome: outcome[0], reverse=True)[:n]
 
-    def _window(self) -> int:
-        """How many outcomes are looked at: no more than the slots in flight can bring before all their attempts are spent."""
+    def _window(self) -> tuple[int, float]:
+        """How many outcomes are looked at, and how many of them open the breaker.
+
+        No more than the slots in flight can fail before all their attempts are spent.
+        """
         rules = self.rules
-        lag = rules.fixed_lag_versions if self._is_fixed else rules.max_lag_versions
-        most = rules.group_size * rules.groups_per_step * (lag + 1) * rules.attempts_max / rules.infra_failures_max
-        return max(1, min(rules.infra_window, int(most)))
+        steps = 1 if self._is_fixed else rules.max_lag_versions + 1  # the fixed schedule waits for each step's version
+        most, share = rules.group_size * rules.groups_per_step * steps * rules.attempts_max, rules.infra_failures_max
+        window = rules.infra_window if share * rules.infra_window <= most else math.ceil(most / share)
+        return window, max(1.0, min(share * window, most))
 
     def _trip(self, txn: Txn) -> None:
         """Open the breaker when the newest outcomes say so; at once when even a window of samples could not outweigh them."""
         rules, state = self.rules, self._breaker(txn.conn)
         if state.is_open or rules.infra_failures_max > 1:
             return
-        window = self._window()
+        window, threshold = self._window()
         outcomes = self._outcomes(txn.conn, state.since_us, window)
         failed = [reason for _, reason in outcomes if reason]
-        if len(failed) < max(1.0, rules.infra_failures_max * window):
+        if len(failed) < threshold:
             return
         self._event(txn, OPENED, failed=len(failed), outcomes=len(outcomes), last=failed[0][:500])
         self._give_back(txn, outcomes[-1][0])
         txn.rings |= {"lease", "plan"}
 
     def _give_back(self, txn: Txn, since_us: int) -> None:
-        """Attempts that the outage has cost before it was seen as one; what failed for good stays so."""
-        f, lease = t.failure.c, t.lease.c
+        """Attempts that the outage has cost before it was seen as one.
+
+        What failed for good stays so; and, in the bounded schedule, slots that have been leased ``attempts_max`` times, or one
+        task that always fails could open the breaker for ever without being given up.
+        """
+        f, lease, ended = t.failure.c, t.lease.c, t.failure.alias().c
         rows = txn.conn.execute(
             sa.select(f.ordinal, f.sibling, sa.func.count().label("n"))
-            .where(f.run_id == self.run.run_id, f.reported_at_us >= since_us, _counted(f.status, f.blame), ~f.final)
+            .where(
+                f.run_id == self.run.run_id, f.reported_at_us >= since_us, _counted(f.status, f.blame),
+                ~sa.exists().where(ended.run_id == f.run_id, ended.ordinal == f.ordinal, ended.sibling == f.sibling, ended.final),
+            )
             .group_by(f.ordinal, f.sibling)
-        ).all()
+        ).all()  # fmt: skip
+        young = (sa.true(),) if self._is_fixed else (lease.token < self.rules.attempts_max,)
         for row in rows:
-            here = (lease.run_id == self.run.run_id, lease.ordinal == row.ordinal, lease.sibling == row.sibling)
+            here = (*young, lease.run_id == self.run.run_id, lease.ordinal == row.ordinal, lease.sibling == row.sibling)
             left = sa.case((lease.attempt > row.n, lease.attempt - row.n), else_=0)
             txn.conn.execute(sa.update(t.lease).where(*here).values(attempt=left))
 
@@ -172,13 +184,13 @@ class Breaker(Feeding):
         for row in rows:
             if row.incarnation is not None:
                 probes.append(_Probe(True))
+            elif row.reward_status is not None:
+                good = row.reward_status == RewardStatus.GIVEN.value or row.blame == Blame.MODEL.value
+                probes.append(_Probe(False, 0 if good else row.at_us, good))
             elif row.failed is not None:
                 models = row.failed_blame == Blame.MODEL.value
                 if models or row.failed != RewardStatus.NO_VERDICT.value:  # the death of its worker says nothing
                     probes.append(_Probe(False, 0 if models else row.at_us, models))
-            elif row.reward_status is not None:
-                good = row.reward_status == RewardStatus.GIVEN.value or row.blame == Blame.MODEL.value
-                probes.append(_Probe(False, 0 if good else row.at_us, good))
         return probes
 
     def _recover(self, txn: Txn) -> None:
@@ -212,7 +224,7 @@ class Breaker(Feeding):
         return (
             f"the circuit breaker is open since {(txn.now_us - state.since_us) / 1e6:.0f} s: {d['failed']} of the newest "
             f"{d['outcomes']} rollouts have no verdict, through no fault of the model's; the last one: {d['last']}. It closes "
-            f"when {PROBES} probes in a row succeed"
+            f"when {PROBES} probes in a row succeed; `rollbook quarantine` takes out a task that always fails"
         )
 
 

@@ -33,6 +33,8 @@ from rollbook.observe.failpoints import failpoint
 REPORTS_MAX = 4096
 ALIVE_TTLS = 2
 """A worker is alive that was heard of within so many lease TTLs."""
+OUTAGES_MAX = 16
+"""Groups of one prompt that outages may close; more than one of ``breaker_pause_s`` can."""
 _TASK_FAILS = (RewardStatus.INFRA_ERROR.value, RewardStatus.VERIFIER_ERROR.value, RewardStatus.TIMEOUT.value)
 NOT_THE_PROMPT = {VerdictKind.DROPPED_STALE.value, VerdictKind.ORPHAN_VERSION.value}
 """Verdicts of groups that were dropped for their version: the prompt has not failed."""
@@ -70,6 +72,8 @@ class Failing(Breaker):
                     exhausted.append(row)
             results.append(SubmitResult(f.key, outcome, reason))
         self._record_failures(txn, recorded)
+        if outage and recorded:
+            self._recover(txn)
         if exhausted:
             self._exhaust(txn, [row for row in exhausted if self._is_spent(txn.conn, row)])
         txn.rings |= {"lease", "plan"}
@@ -150,7 +154,7 @@ class Failing(Breaker):
                 self._close_group(txn, group, kind, f"slot {row.ordinal}.{row.sibling} failed on workers {workers}: {why}",
                                   refill=False)  # fmt: skip
                 closed.add(row.ordinal)
-        self._settle_groups(txn, sorted({row.ordinal for row in rows}))
+        self._settle_groups(txn, sorted({row.ordinal for row in rows} - closed))
 
     def _failures_of(self, conn: sa.Connection, ordinal: int, sibling: int) -> list[Any]:
         f = t.failure.c
@@ -226,15 +230,22 @@ class Failing(Breaker):
             return
         for ordinal in ordinals:
             group, verdicts, unrewarded = self._group_counts(txn.conn, ordinal)
-            if verdicts == group.n_siblings:
+            if verdicts == group.n_siblings and self._is_closed(txn.conn, ordinal):
                 continue
             usable = group.n_siblings - verdicts - unrewarded
             needed = min(self.rules.survivors_min, group.n_siblings)
             if usable >= needed:
                 continue
             reason = f"group {ordinal} has {usable} of {group.n_siblings} usable members, needs {needed}"
-            refill = self._breaker(txn.conn).is_open or self._failed_refills(txn.conn, group) < self.rules.attempts_max
-            self._close_group(txn, group, VerdictKind.CANCELLED, reason, refill=refill)
+            outage, (n_failed, n_outages) = self._breaker(txn.conn).is_open, self._failed_refills(txn.conn, group)
+            refill = n_outages < OUTAGES_MAX if outage else n_failed < self.rules.attempts_max
+            self._close_group(txn, group, VerdictKind.CANCELLED, reason, refill=refill, outage=outage)
+
+    def _is_closed(self, conn: sa.Connection, ordinal: int) -> bool:
+        """Whether it was decided already what follows from this group's end."""
+        e = t.event.c
+        where = (e.run_id == self.run.run_id, e.ordinal == ordinal, e.sibling.is_(None), e.kind == "group_closed")
+        return conn.execute(sa.select(e.seq).where(*where).limit(1)).first() is not None
 
     def _group_counts(self, conn: sa.Connection, ordinal: int) -> tuple[Any, int, int]:
         """Group row, slots with a verdict, slots without one whose sample has no reward."""
@@ -249,28 +260,40 @@ class Failing(Breaker):
         ).scalar_one()
         return group, verdicts, unrewarded
 
-    def _failed_refills(self, conn: sa.Connection, group: Any) -> int:
-        """How many groups of this prompt have failed before this one; a prompt that keeps failing is not issued for ever (P9)."""
-        count, g, v = 0, t.prompt_group.c, t.verdict.c
-        older = group.refills
-        while older is not None and count < self.rules.attempts_max:
-            kinds = (
-                conn.execute(sa.select(v.kind).where(v.run_id == self.run.run_id, v.ordinal == older).distinct()).scalars().all()
-            )
-            if not NOT_THE_PROMPT & set(kinds):
-                count += 1
-            older = conn.execute(sa.select(g.refills).where(g.run_id == self.run.run_id, g.ordinal == older)).scalar_one_or_none()
-        return count
+    def _failed_refills(self, conn: sa.Connection, group: Any) -> tuple[int, int]:
+        """How many groups of this prompt have failed before this one, and how many were closed in an outage.
 
-    def _close_group(self, txn: Txn, group: Any, kind: VerdictKind, reason: str, *, refill: bool) -> None:
+        A prompt that keeps failing is not issued for ever (P9); what an outage took is not held against it, up to a bound.
+        """
+        run_id, g, v, e = self.run.run_id, t.prompt_group.c, t.verdict.c, t.event.c
+        n_failed = n_outages = 0
+        older = group.refills
+        while older is not None and n_failed < self.rules.attempts_max and n_outages < OUTAGES_MAX:
+            kinds = conn.execute(sa.select(v.kind).where(v.run_id == run_id, v.ordinal == older).distinct()).scalars().all()
+            closed = conn.execute(
+                sa.select(e.detail_json)
+                .where(e.run_id == run_id, e.ordinal == older, e.sibling.is_(None), e.kind == "group_closed")
+            ).scalars().all()  # fmt: skip
+            if any(json.loads(detail).get("outage") for detail in closed):
+                n_outages += 1
+            elif not NOT_THE_PROMPT & set(kinds):
+                n_failed += 1
+            older = conn.execute(sa.select(g.refills).where(g.run_id == run_id, g.ordinal == older)).scalar_one_or_none()
+        return n_failed, n_outages
+
+    def _close_group(
+        self, txn: Txn, group: Any, kind: VerdictKind, reason: str, *, refill: bool, outage: bool = False
+    ) -> None:
         """Verdict for every slot that has none, and the refill, in the caller's transaction."""
         v = t.verdict.c
         have = set(
             txn.conn.execute(sa.select(v.sibling).where(v.run_id == self.run.run_id, v.ordinal == group.ordinal)).scalars()
         )
         missing = [SlotKey(group.ordinal, s) for s in range(group.n_siblings) if s not in have]
-        self._give_verdicts(txn, {key: (kind, reason) for key in missing})
-        self._event(txn, "group_closed", SlotKey(group.ordinal, -1), verdict=kind.value, reason=reason, refilled=refill)
+        if missing:  # none where all slots were spent in one transaction
+            self._give_verdicts(txn, {key: (kind, reason) for key in missing})
+        why: dict[str, Any] = {"verdict": kind.value, "reason": reason, "refilled": refill} | ({"outage": True} if outage else {})
+        self._event(txn, "group_closed", SlotKey(group.ordinal, -1), **why)
         if refill:
             failpoint("ledger.verdict.before_refill")
             ordinal = self._next_ordinal(txn.conn, self.run.run_id)

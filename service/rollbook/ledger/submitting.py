@@ -193,14 +193,14 @@ class Submitting(Leasing):
             results.append(SubmitResult(c.item.key, outcome, reason))
         self._store(txn, accepted)
         self._events(txn, events)
-        if accepted:
-            if any(counts(c.item.reward_status.value, _blame(c.item)) for c, _, _ in accepted):
-                self._trip(txn)
-            self._recover(txn)
         if freed:
             self._free(txn, freed, counts=False)
             self._drop_outdated(txn, freed)
             txn.rings.add("lease")
+        if accepted:
+            if any(counts(c.item.reward_status.value, _blame(c.item)) for c, _, _ in accepted):
+                self._trip(txn)
+            self._recover(txn)
         if unrewarded := sorted({c.item.key.ordinal for c, _, _ in accepted if c.item.reward is None}):
             self._settle_groups(txn, unrewarded)
         out, start = [], 0

@@ -292,7 +292,9 @@ class Episodes:
             final = not self.judge.pure_tools.get(call.tool, False)
             reason = f"tool {call.tool}, call {call.call_index}: {answer.reason}"
             blame = answer.blame or Blame.INFRA
-            self._end(episode, None, reason, answer.sandbox_status, final, status=RewardStatus.INFRA_ERROR, blame=blame)
+            self._end(
+                episode, None, reason, answer.sandbox_status, final, status=_status_of(blame, answer.sandbox_status), blame=blame
+            )
             return
         try:
             stored = self.journal.record(dataclasses.replace(call, response_json=reply_to_json(answer)), episode.grant)
@@ -374,6 +376,15 @@ class Episodes:
                 episode.generate_s, verify_s, evidence,
             )
         )  # fmt: skip
+
+
+def _status_of(blame: Blame, sandbox_status: SandboxStatus) -> RewardStatus:
+    """What a failed tool leaves instead of a reward."""
+    if blame is Blame.INFRA:
+        return RewardStatus.INFRA_ERROR
+    if blame is Blame.MODEL:
+        return RewardStatus.NO_VERDICT
+    return RewardStatus.TIMEOUT if sandbox_status is SandboxStatus.TIMEOUT_WALL else RewardStatus.VERIFIER_ERROR
 
 
 def _unjudged(error: VerifierError) -> RewardResult:

@@ -16,7 +16,7 @@ from typing import Any
 from rollbook.core.config import Config
 from rollbook.core.environments import Episode, RewardResult, ToolReply, ToolRequest
 from rollbook.core.errors import VerifierError
-from rollbook.core.records import Blame, RewardStatus
+from rollbook.core.records import Blame, RewardStatus, SandboxStatus
 from rollbook.tasks import wire
 from rollbook.tasks.child_pool import Convert, NoAnswer, Pool, Question, Why
 
@@ -124,7 +124,8 @@ def _is_infra(answer: Mapping[str, Any]) -> bool:
 
 def _to_reply(answer: Mapping[str, Any] | NoAnswer) -> ToolReply:
     if isinstance(answer, NoAnswer):
-        return ToolReply("", failed=True, reason=answer.reason, blame=_OUTCOMES[answer.why][1])
+        ended = SandboxStatus.TIMEOUT_WALL if answer.why is Why.TIMEOUT else SandboxStatus.NOT_USED
+        return ToolReply("", ended, failed=True, reason=answer.reason, blame=_OUTCOMES[answer.why][1])
     reply = wire.reply_in(answer)
     if reply is None:
         raise ValueError("there is no reply in it")
