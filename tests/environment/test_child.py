@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,10 +15,11 @@ import pytest
 from environment_support import alive, eventually, said, scripted
 
 from rollbook.core.environments import RewardResult, ToolReply, ToolRequest
-from rollbook.core.errors import ConfigError, RestartBudgetSpent, Unavailable, VerifierError
+from rollbook.core.errors import ConfigError, RestartBudgetSpent, TaskError, Unavailable, VerifierError
 from rollbook.core.records import Blame, RewardStatus, SandboxStatus
 from rollbook.tasks import child, child_client, child_pool, child_process
 from rollbook.tasks.child_client import EnvironmentPool
+from rollbook.tasks.environment_tasks import read_tasks
 from task_fixtures import make_config
 
 
@@ -285,6 +287,80 @@ def test_a_killed_guardian_is_the_death_of_its_process(own: EnvironmentPool, tmp
     os.kill(own._pool._seats[0].process.pid, signal.SIGKILL)
     assert hanging.result(60).value == 1.0
     assert own.restarts == 1
+
+
+FORKLESS = """
+import os, sys
+from rollbook.tasks import child
+real, outer = os.fork, os.getpid()
+def fork():
+    if os.getpid() != outer:
+        raise BlockingIOError(11, "no more processes")
+    return real()
+os.fork = fork
+sys.argv[1:] = [*sys.argv[1:3], str(os.getppid())]
+child.main()
+"""
+
+
+def test_a_guardian_that_cannot_fork_reads_as_killed() -> None:
+    control, control_there = socket.socketpair()
+    requests, requests_there = socket.socketpair()
+    with control, control_there, requests, requests_there:
+        fds = (control_there.fileno(), requests_there.fileno())
+        paths = os.pathsep.join(path for path in sys.path if path)
+        done = subprocess.run(
+            [sys.executable, "-c", FORKLESS, *map(str, fds)], pass_fds=fds, env=os.environ | {"PYTHONPATH": paths},
+            stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+        said_last = control.recv(256).decode()
+    assert child_process.killed_by_others(said_last), said_last
+    assert "no more processes" in done.stderr
+
+
+MUTE = """
+import os, socket, stat, time
+
+
+def hang_up():
+    for fd in range(3, 64):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode) and os.get_blocking(fd):
+                socket.socket(fileno=os.dup(fd)).shutdown(socket.SHUT_WR)
+        except OSError:
+            continue
+
+
+class Mine:
+    def load(self, split):
+        hang_up()
+        time.sleep(60)
+    async def score(self, episode, context):
+        if episode.completion == "mute":
+            hang_up()
+            time.sleep(60)
+        return 0.5
+"""
+
+
+def test_a_process_that_closes_its_socket_and_lives_on_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "HUNG_UP_S", 2.0)
+    (tmp_path / "mine.py").write_text(MUTE)
+    config = make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine", "attempts_max": 1, "score_s": 100.0})
+    pool = EnvironmentPool(config)
+    try:
+        mute = pool.score(said("mute"), key="r/1.0", seed=5)
+        process = pool._pool._seats[0].process
+        assert eventually(lambda: process.hung_up)
+        assert len(process.watched()) == 1, "a socket at its end would be ready always"
+        next_one = pool.score(said("one"), key="r/2.0", seed=5)
+        result = mute.result(60)
+        assert result.value is None and "closed the socket on which it is asked" in result.evidence
+        assert next_one.result(60).value == 0.5, "not asked where nobody answers"
+    finally:
+        pool.close()
+    with pytest.raises(TaskError, match="closed the socket on which it is asked"):
+        read_tasks(config, "train")
 
 
 def test_tools_answer_with_key_seed_and_earlier_calls(pool: EnvironmentPool, folder: Path) -> None:

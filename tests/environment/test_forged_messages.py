@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from rollbook.core.environments import Episode, RewardResult, ToolReply, ToolRequest, Turn
-from rollbook.core.errors import ConfigError, VerifierError
+from rollbook.core.errors import ConfigError, TaskError, VerifierError
 from rollbook.core.records import Blame, RewardStatus, SandboxStatus
 from rollbook.tasks import wire
 from rollbook.tasks.child_client import EnvironmentPool
+from rollbook.tasks.environment_tasks import check_environment, read_tasks
 from task_fixtures import make_config
 
 FORGER = """
@@ -151,6 +152,56 @@ def test_an_environment_that_forges_its_own_opening_is_refused(tmp_path: Path, t
     (tmp_path / "mine.py").write_text(FORGER + f"\nforge([{text!r}])\n")
     with pytest.raises(ConfigError, match="what it sent is no message"):
         EnvironmentPool(make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"}))
+
+
+FLOODER = FORGER.replace(
+    """        if episode.completion == "wait":""",
+    """        while episode.completion == "flood":
+            forge(['{"id": -1}' for _ in range(1000)])
+        if episode.completion == "wait":""",
+)
+
+
+def test_a_flood_of_messages_holds_up_nobody_else(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FLOODER)
+    section = {"name": f"{tmp_path / 'mine.py'}:Mine", "attempts_max": 1, "score_s": 4.0, "processes": 2}
+    pool = EnvironmentPool(make_config(environment=section))
+    try:
+        flood = pool.score(said("flood"), key="r/1.0", seed=5)
+        assert judge(pool, "wait").value == 0.5, "by the other process"
+        assert not flood.done()
+        result = flood.result(60)
+        assert (result.value, result.status) == (None, RewardStatus.TIMEOUT)
+        assert judge(pool, "").value == 0.5
+    finally:
+        pool.close()
+
+
+def test_a_flood_of_what_is_no_message_ends_its_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FLOODER.replace('{"id": -1}', "{}"))
+    section = {"name": f"{tmp_path / 'mine.py'}:Mine", "attempts_max": 1, "score_s": 60.0}
+    pool = EnvironmentPool(make_config(environment=section))
+    try:
+        result = judge(pool, "flood")
+        assert result.value is None and "what it sent is no message" in result.evidence
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1", "{}", '{"rows": 5}', '{"rows": [5]}', '{"rows": ["x"]}', '{"rows": ["[]"]}', '{"loaded": 5}', '{"loaded": {"x": 1}}',
+        '{"refused": "no"}', '{"refused": 5, "kind": "ConfigError", "again": false}',
+    ],
+)  # fmt: skip
+def test_what_is_no_message_is_neither_a_task_nor_an_environment(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.py").write_text(FORGER + f"\nforge([{text!r}])\n")
+    config = make_config(environment={"name": f"{tmp_path / 'mine.py'}:Mine"})
+    with pytest.raises(TaskError, match="what it sent is no message: "):
+        read_tasks(config, "train")
+    with pytest.raises(TaskError, match="what it sent is no message: "):
+        check_environment(config)
 
 
 def _again(content: dict[str, Any]) -> dict[str, Any]:

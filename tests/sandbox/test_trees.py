@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,9 @@ from rollbook.core.sandboxing import Limits, Program
 from rollbook.sandbox import trees
 from rollbook.sandbox.backends import make_backend
 from rollbook.sandbox.trees import DEPTH_MAX, ENTRIES_MAX, directories, remove, size_of
+from rollbook.sandbox.unlinked import Unlinked
 from rollbook.sandbox.zygote import interpreter
+from rollbook.sandbox.zygote_main import make_scratch
 
 DEEP = "import os\nfor _ in range({depth}):\n    os.mkdir({name!r})\n    os.chdir({name!r})\nopen('leaf', 'w').write('x')"
 
@@ -52,6 +57,81 @@ def test_what_is_not_there_is_empty(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     remove(missing)
     assert list(directories(missing)) == [] and size_of(missing) == 0
+
+
+def test_names_that_a_removal_could_choose_are_removed_too(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    (top / ".0.removed" / "x").mkdir(parents=True)
+    (top / ".1.removed" / ".0.removed" / ".1.removed").mkdir(parents=True)
+    remove(str(top))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    ["os.mkdir('a'); os.mkdir('a/b', 0o500)", "os.mkdir('a'); open('a/f', 'w'); os.chmod('a', 0)"],
+    ids=["read-only", "shut"],
+)
+def test_who_is_nobody_removes_what_its_owner_may_not_write(make: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="trees-") as parent:
+        os.chmod(parent, 0o777)
+        source = f"import os, sys\nfrom rollbook.sandbox.trees import remove\nos.mkdir('top'); os.chdir('top')\n{make}\n"
+        nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+        done = subprocess.run(
+            [interpreter("landlock"), "-c", source + "remove(sys.argv[1])", f"{parent}/top"], cwd=parent, capture_output=True,
+            text=True, timeout=60, env={"PYTHONPATH": str(Path(trees.__file__).parents[2])}, **nobody,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert os.listdir(parent) == []
+
+
+def test_what_links_lead_to_is_left_alone(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "inner").mkdir(parents=True)
+    (outside / "file").write_text("x")
+    outside.chmod(0o555)
+    (tmp_path / "top" / "d").mkdir(parents=True)
+    for link in ("top/link", "top/d/link", "itself"):
+        (tmp_path / link).symlink_to(outside)
+    remove(str(tmp_path / "top"))
+    remove(str(tmp_path / "itself"))
+    assert {path.name for path in tmp_path.iterdir()} == {"outside", "itself"}
+    assert {path.name for path in outside.iterdir()} == {"inner", "file"} and outside.stat().st_mode & 0o777 == 0o555
+
+
+def test_a_directory_that_becomes_a_link_meanwhile_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = tmp_path / "outside"
+    (outside / "inner").mkdir(parents=True)
+    (tmp_path / "top" / "d").mkdir(parents=True)
+    unlinked = trees._unlinked
+
+    def change(name: str, parent: int) -> bool:
+        done = unlinked(name, parent)
+        if name == "d" and not done:
+            (tmp_path / "top" / "d").rmdir()
+            (tmp_path / "top" / "d").symlink_to(outside)
+        return done
+
+    monkeypatch.setattr(trees, "_unlinked", change)
+    remove(str(tmp_path / "top"))
+    assert (outside / "inner").is_dir()
+
+
+def test_a_tree_that_somebody_keeps_filling_is_left_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "REMOVE_S", 0.3)
+    top = tmp_path / "top"
+    top.mkdir()
+    (top / "0").touch()
+    unlinked, numbers = trees._unlinked, itertools.count(1)
+
+    def fill(name: str, parent: int) -> bool:
+        (top / str(next(numbers))).touch()
+        return unlinked(name, parent)
+
+    monkeypatch.setattr(trees, "_unlinked", fill)
+    before = time.monotonic()
+    remove(str(top))
+    assert 0.2 < time.monotonic() - before < 10 and top.exists()
 
 
 @pytest.mark.parametrize("name", ["landlock", "zygote", "bubblewrap"])
@@ -153,6 +233,23 @@ def ends_of(user: str) -> dict[str, list[str]]:
         assert done.returncode == 0, done.stderr[-2000:]
         assert os.listdir(scratch) == [], "nothing stays, whatever mode it has"
     return dict(zip(names, json.loads(done.stdout), strict=True))
+
+
+def test_files_without_a_name_are_found_where_the_scratch_space_lies_behind_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "link"))
+    scratch = make_scratch(0)
+    unlinked = Unlinked(scratch)
+    assert os.listdir(scratch) == [] and unlinked.occupied([os.getpid()]) == 0
+    with tempfile.TemporaryFile(dir=scratch) as file:
+        file.write(b"x" * 100_000)
+        file.flush()
+        assert unlinked.occupied([os.getpid()]) >= 100_000
+        with mmap.mmap(file.fileno(), 0):
+            assert unlinked._mapped("/proc/self") == {os.fstat(file.fileno()).st_ino}
 
 
 USERS = ("as it is", "unprivileged") if os.geteuid() == 0 else ("as it is",)

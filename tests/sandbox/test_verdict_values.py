@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -147,6 +148,30 @@ def test_members_chosen_to_share_a_hash_are_refused() -> None:
     for value in (colliding(SAME_HASH_MAX + 1), encode({(i * (2**61 - 1),): 0 for i in range(SAME_HASH_MAX + 1)})):
         with pytest.raises(Unreadable, match="one hash"):
             checked(value)
+
+
+@pytest.mark.parametrize(("width", "depth"), [(2, 11), (3, 7), (8, 4), (24, 2)])
+def test_sets_in_sets_of_one_hash_are_refused_before_they_take_long(width: int, depth: int) -> None:
+    def colliding(depth: int, number: int) -> dict:
+        """Differs from the others of its depth in one member of one hash with it."""
+        if depth == 0:
+            return {"i": hex(1 + number * (2**61 - 1))}
+        return {"z": [colliding(depth - 1, i if i < width - 1 else i + number) for i in range(width)]}
+
+    line = json.dumps({"s": [colliding(depth, number) for number in range(width)]}).encode()
+    before = time.process_time()
+    with pytest.raises(Unreadable, match="one hash"):
+        checked(parse(line))
+    assert time.process_time() - before < 5
+
+
+def test_points_that_share_a_hash_are_no_attack() -> None:
+    assert hash(-1) == hash(-2)
+    for dimensions in range(1, 7):
+        points = set(itertools.product(range(-3, 2) if dimensions < 6 else (-2, -1, 0), repeat=dimensions))
+        assert there_and_back(points) == points
+    shapes = {frozenset(itertools.product((x, x + 1), (y, y + 1))) for x in range(-5, 5) for y in range(-5, 5)}
+    assert there_and_back(shapes) == shapes
 
 
 def test_an_opaque_object_says_only_whether_it_is_true() -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -16,6 +18,8 @@ ENTRIES_MAX = 4096
 """Of a directory for scratch space with all below it: each takes room that its size does not show."""
 DEPTH_MAX = 128
 """No program needs a directory that is deeper; below it paths soon become too long to name what is in them."""
+REMOVE_S = 10.0
+"""Longest removal of a tree: somebody may still be filling it."""
 _HIDING = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 
@@ -58,30 +62,68 @@ def size_of(top: str) -> int:
 
 
 def remove(top: str) -> None:
-    """Remove a tree that nobody changes any more; what cannot be removed stays. However deep it is, no path gets long."""
-    moved = 0
+    """Remove a tree; what cannot be removed in ``REMOVE_S`` stays. However deep it is, no path gets long; no link is followed."""
+    until = time.monotonic() + REMOVE_S
+    token = os.urandom(8).hex()  # a name that nothing in the tree has
+    names = (f".{token}.{number}" for number in itertools.count())
     with contextlib.suppress(OSError):
-        os.chmod(top, 0o700)
-    while True:
+        fd = _opened(top)
         try:
-            with os.scandir(top) as found:
-                entries = list(found)
-        except OSError:
-            return
-        before = moved
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(entry.path)
-                    moved += 1
-                    continue
-                os.chmod(entry.path, 0o700)
-                for name in os.listdir(entry.path):
-                    os.rename(f"{entry.path}/{name}", f"{top}/.{moved}.removed")
-                    moved += 1
-                os.rmdir(entry.path)
-                moved += 1
-        if moved == before:
-            break
+            while _flatten(fd, names, until):
+                pass
+        finally:
+            os.close(fd)
     with contextlib.suppress(OSError):
         os.rmdir(top)
+
+
+def _opened(name: str, parent: int | None = None) -> int:
+    """Descriptor of a directory, whatever its mode was, in which we may do anything now. Raises OSError (it is a link)."""
+    place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        # Through the descriptor: by its name it could be a link by now. One for reading cannot be had before.
+        with contextlib.suppress(OSError):
+            os.chmod(f"/proc/self/fd/{place}", 0o700)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=place)
+    finally:
+        os.close(place)
+
+
+def _flatten(top: int, names: Iterator[str], until: float) -> bool:
+    """Remove files, move what lies in a directory up to the top, remove empty directories; whether that may help once more."""
+    progress = False
+    for name in os.listdir(top):
+        if time.monotonic() > until:
+            return False
+        if _unlinked(name, top):
+            progress = True
+            continue
+        with contextlib.suppress(OSError):
+            fd = _opened(name, top)
+            try:
+                for inner in os.listdir(fd):
+                    if time.monotonic() > until:
+                        return False
+                    progress = _unlinked(inner, fd) or _moved(inner, fd, next(names), top) or progress
+            finally:
+                os.close(fd)
+            os.rmdir(name, dir_fd=top)
+            progress = True
+    return progress
+
+
+def _unlinked(name: str, parent: int) -> bool:
+    try:
+        os.unlink(name, dir_fd=parent)
+    except OSError:
+        return False
+    return True
+
+
+def _moved(name: str, parent: int, new: str, top: int) -> bool:
+    try:
+        os.close(_opened(name, parent))  # one that its owner may not write cannot be moved to another directory
+        os.rename(name, new, src_dir_fd=parent, dst_dir_fd=top)
+    except OSError:
+        return False
+    return True

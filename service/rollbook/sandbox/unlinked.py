@@ -10,6 +10,7 @@ import contextlib
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -23,21 +24,28 @@ class Unlinked:
     """What is held of one directory for scratch space, look by look."""
 
     scratch: str
+    """Its real path, which is what /proc shows."""
+    _device: int = field(init=False)
     _suspect: set[int] = field(default_factory=set)
     """Files that were mapped at the last look, but that nobody had open."""
+
+    def __post_init__(self) -> None:
+        """Before the job begins: it could shut its directory. Raises OSError."""
+        fd, path = tempfile.mkstemp(dir=self.scratch)
+        try:
+            os.unlink(path)
+            self._device = os.fstat(fd).st_dev  # not the directory's: where layers are merged its files have another one
+        finally:
+            os.close(fd)
 
     def occupied(self, pids: Iterable[int]) -> int:
         """Bytes that files without a name occupy; more than any limit where some of them cannot be measured."""
         sizes: dict[int, int] = {}
         mapped: set[int] = set()
-        try:
-            device = os.stat(self.scratch).st_dev
-        except OSError:
-            return 0
         for task in (f"/proc/{pid}/task/{name}" for pid in pids for name in _listed(f"/proc/{pid}/task")):
             mapped |= self._mapped(task)
             try:
-                sizes.update(_open(task, device))
+                sizes.update(_open(task, self._device))
             except PermissionError:
                 if os.geteuid() and _has_memory(task):
                     return sys.maxsize

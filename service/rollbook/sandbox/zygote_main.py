@@ -31,6 +31,7 @@ from rollbook.sandbox.cgroups import Groups
 from rollbook.sandbox.job import become_job, reap
 from rollbook.sandbox.seccomp import filter_program
 from rollbook.sandbox.trees import remove
+from rollbook.sandbox.unlinked import Unlinked
 from rollbook.sandbox.watch import SETUP_S, Watch, resident_bytes, sweep, threads_of, write_report
 
 MODES = ("namespaces", "bubblewrap", "landlock", "nothing")
@@ -219,6 +220,7 @@ def watched(
         scratch = "" if mode in PID_NAMESPACED else place
         if scratch:
             after.callback(remove, scratch)
+        unlinked = Unlinked(scratch) if scratch else None
         if mode != "nothing":
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent stays findable
         pid = os.fork()
@@ -229,7 +231,7 @@ def watched(
         after.callback(sweep, outer_id if mode == "landlock" else 0)
         for fd in (*inner, claim_w, status_w, up_w, down_r):
             os.close(fd)
-        watch = Watch(limits, life, claim_r, status_r if mode in PID_NAMESPACED else -1, groups, enforced, scratch)
+        watch = Watch(limits, life, claim_r, status_r if mode in PID_NAMESPACED else -1, groups, enforced, scratch, unlinked)
         watch.error = let_in(pid, mode, outer_id, groups, up_r, down_w)
         watch.base_bytes = 0 if mode == "bubblewrap" else size_shared
         return watch.run(pid)
@@ -317,8 +319,8 @@ def enter_root(root: str, limits: dict, outer_id: int) -> None:
 
 
 def make_scratch(outer_id: int) -> str:
-    """A directory on this machine, for backends without a root of their own. Raises OSError."""
-    path = tempfile.mkdtemp(prefix="rollbook-job-")
+    """Real path of a directory on this machine, for backends without a root of their own. Raises OSError."""
+    path = os.path.realpath(tempfile.mkdtemp(prefix="rollbook-job-"))
     if outer_id:
         os.chown(path, outer_id, outer_id)
     return path

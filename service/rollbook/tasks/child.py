@@ -71,7 +71,12 @@ def _guard(owner: int, control: int, requests: int, go_on: Callable[[], None]) -
         signal.signal(number, _note)
     if os.getppid() != owner:
         return ""
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError:  # for want of processes or memory, which no environment is to blame for: what was killed is tried again
+        traceback.print_exc()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
     if child == 0:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGCHLD):

@@ -246,7 +246,7 @@ class Pool:
     def _hand_out(self, now: float) -> None:
         """Ask what can be asked now. A question that must be alone has a process emptied for it."""
         left: deque[Question] = deque()
-        seats = [seat for seat in self._accepting() if seat.ready]
+        seats = [seat for seat in self._accepting() if seat.ready and not seat.process.hung_up]
         reserved: set[int] = set()
         full = False
         for question in sorted(self._waiting, key=lambda q: not q.alone):
@@ -367,6 +367,9 @@ class Pool:
 
     def _check_time(self, seat: _Seat, now: float) -> None:
         seat.process.bound_log()
+        if (silent := seat.process.silent()) is not None:
+            self._end(seat, silent, again=True)
+            return
         if not seat.ready:
             if now >= seat.opens_until:
                 self._end(seat, f"it was not open after {OPEN_S:.0f} s", again=True)

@@ -25,12 +25,17 @@ from rollbook.tasks import wire
 LOG_BYTES_MAX = 64 << 20
 """A log that environments have filled to this size begins again."""
 
+HUNG_UP_S = 6.0
+"""Longest from the end of what a process says to the word of its guardians how it ended: they kill what it has started first."""
+
 _KILLED = "it was killed"
 _KILLED_BY_OTHERS = frozenset({_KILLED, "killed by SIGKILL", "killed by SIGTERM"})
 _LOG_TAIL_BYTES = 4096
 _LOG_TAIL_LINES = 8
 _END_S = 6.0
 _READ_BYTES = 1 << 18
+_READS_MAX, _MESSAGES_MAX = 16, 4096
+"""At once: more than a socket holds of a process that has ended, and no more than leaves time for the others."""
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -47,6 +52,7 @@ class ChildProcess:
         self._control, control = socket.socketpair()
         self._requests, requests = socket.socketpair()
         self._unframed, self._unsent = wire.Unframed(), bytearray()
+        self._hung_up_at: float | None = None
         environ = {"PYTHONHASHSEED": "0"} | dict(host().environ)
         environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [environ.get("PYTHONPATH")])])
         fds = (control.fileno(), requests.fileno())
@@ -69,8 +75,21 @@ class ChildProcess:
 
     def watched(self) -> list[tuple[int, int]]:
         """File descriptors with the events that mean there is something to do (``select.poll``)."""
-        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
-        return [(self._control.fileno(), select.POLLIN), (self._requests.fileno(), events)]
+        control = (self._control.fileno(), select.POLLIN)
+        if self.hung_up:  # a socket at its end is always ready
+            return [control]
+        return [control, (self._requests.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0))]
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether it has ended, or closed its end of the socket: it answers nothing any more."""
+        return self._hung_up_at is not None
+
+    def silent(self) -> str | None:
+        """What is wrong when it has hung up and nobody has said in time how it ended."""
+        if self._hung_up_at is None or host().monotonic() < self._hung_up_at + HUNG_UP_S:
+            return None
+        return "it closed the socket on which it is asked, and did not end"
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send, or keep until it can be sent. Raises like ``wire.frame``."""
@@ -88,12 +107,17 @@ class ChildProcess:
             self._unsent.clear()
 
     def received(self) -> list[dict[str, Any]]:
-        """The messages that have arrived. Raises ValueError (what arrived is no message)."""
+        """Messages that have arrived; of a flood, the first. Raises ValueError (what arrived is no message)."""
         self.flush()
         out: list[dict[str, Any]] = []
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while data := self._requests.recv(_READ_BYTES):
-                out += self._unframed.feed(data)
+            for _ in range(_READS_MAX):
+                if self.hung_up or len(out) >= _MESSAGES_MAX:
+                    break
+                if data := self._requests.recv(_READ_BYTES):
+                    out += self._unframed.feed(data)
+                else:
+                    self._hung_up_at = host().monotonic()
         return out
 
     def ended(self) -> str | None:

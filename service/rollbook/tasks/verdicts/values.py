@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from rollbook.tasks.verdicts.plain import DEPTH_MAX, SMALL_INT, decode, encode
 
@@ -25,6 +25,8 @@ DIGITS_MAX = 17
 """Of a number of JSON's own; larger ones are hexadecimal."""
 SAME_HASH_MAX = 64
 """Members of one set or dict with one hash: more are chosen to make whoever builds it slow."""
+COMPARISONS_MAX = SAME_HASH_MAX
+"""For each scalar in a set or dict, while it is built of members that share hashes: in nested ones their numbers multiply."""
 
 _HEX = re.compile(r"-?0x[0-9a-f]{1,16384}")
 _FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p(?:-[0-9]{1,4}|\+(?:[0-9]{1,3}|10[01][0-9]|102[0-3]))|-?inf|nan")
@@ -89,8 +91,16 @@ def checked(value: Any) -> Any:
     return value
 
 
-def _check(value: Any, depth: int, hashable: bool) -> Any:
-    """Raises Unreadable. Returns the value itself where it must be ``hashable``: members are built once, from the inside."""
+class _Built(NamedTuple):
+    value: Any
+    """The value itself where it must be hashable: members are built once, from the inside."""
+    scalars: int = 1
+    comparisons: int = 1
+    """Of scalars, at most, to tell it from another of the same hash."""
+
+
+def _check(value: Any, depth: int, hashable: bool) -> _Built:
+    """Raises Unreadable."""
     if depth > DEPTH_MAX:
         raise Unreadable(f"nested more than {DEPTH_MAX} deep")
     if isinstance(value, list):
@@ -102,10 +112,10 @@ def _check(value: Any, depth: int, hashable: bool) -> Any:
         return _check_tagged(value, depth, hashable)
     elif type(value) is int and not -SMALL_INT < value < SMALL_INT:
         raise Unreadable("a large number that is not hexadecimal")
-    return value
+    return _Built(value)
 
 
-def _check_tagged(value: dict[str, Any], depth: int, hashable: bool) -> Any:
+def _check_tagged(value: dict[str, Any], depth: int, hashable: bool) -> _Built:
     if len(value) != 1:
         raise Unreadable(f"an object of {len(value)} tags")
     tag, content = next(iter(value.items()))
@@ -114,7 +124,7 @@ def _check_tagged(value: dict[str, Any], depth: int, hashable: bool) -> Any:
             raise Unreadable(f"no value of tag {tag!r}")
         if tag == "o" and hashable:
             raise Unreadable("an object that is no plain value, where only a hashable value can stand")
-        return decode(value) if hashable else value
+        return _Built(decode(value) if hashable else value)
     if tag not in ("t", "s", "z", "it", "d") or not isinstance(content, list):
         raise Unreadable(f"no value of tag {tag[:20]!r}")
     if hashable and tag not in ("t", "z"):
@@ -122,17 +132,30 @@ def _check_tagged(value: dict[str, Any], depth: int, hashable: bool) -> Any:
     if tag == "d" and not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
         raise Unreadable("a dict that is not of pairs")
     keys = [pair[0] for pair in content] if tag == "d" else content
-    members = [_check(item, depth + 1, hashable or tag in ("s", "z", "d")) for item in keys]
+    found = [_check(item, depth + 1, hashable or tag in ("s", "z", "d")) for item in keys]
     if tag == "d":
         for _, item in content:
             _check(item, depth + 1, False)
-    if tag in ("s", "z", "d") and len(keys) > SAME_HASH_MAX:
-        (_, most), *_ = Counter(map(hash, members)).most_common(1)
-        if most > SAME_HASH_MAX:
-            raise Unreadable(f"{most} members of one hash")
+    more = _comparisons(found) if tag in ("s", "z", "d") else 0
     if not hashable:
-        return value
-    return tuple(members) if tag == "t" else frozenset(members)
+        return _Built(value)
+    kind = tuple if tag == "t" else frozenset
+    return _Built(
+        kind(member.value for member in found),
+        1 + sum(member.scalars for member in found),
+        1 + more + sum(member.comparisons for member in found),
+    )
+
+
+def _comparisons(found: list[_Built]) -> int:
+    """How many more comparisons of scalars it takes, at most, that members share a hash. Raises Unreadable."""
+    hashes = [hash(member.value) for member in found]
+    sharing = Counter(hashes)
+    most = max(sharing.values(), default=0)
+    n = sum((sharing[code] - 1) * member.comparisons for code, member in zip(hashes, found, strict=True))
+    if most > SAME_HASH_MAX or n > COMPARISONS_MAX * sum(member.scalars for member in found):
+        raise Unreadable(f"{most} members of one hash")
+    return n
 
 
 def _is_text(pattern: re.Pattern[str], content: Any) -> bool:
