@@ -372,7 +372,7 @@ def test_rbx_807_memory_wins_whichever_limit_was_polled_first(killed: str) -> No
 def test_verifiers_399_closing_a_sandbox_ends_what_runs_in_it() -> None:
     """An interrupt left sandboxes running that nobody knew any more."""
     made = make_backend("zygote", 1)
-    made.start(Program("import time; time.sleep(5)"), Limits(wall_s=5.0))
+    made.start(Program("import time; time.sleep(60)"), Limits(wall_s=60.0))
     watchers = children(made.zygote_pid())
     while not watchers:
         watchers = children(made.zygote_pid())
