@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 
 import pytest
 import sqlalchemy as sa
@@ -45,6 +46,18 @@ def verdicts(bench: Bench) -> dict[str, str]:
 
 def breaker(s: Scene) -> str:
     return str(s.ledger.run_status()["breaker"]["state"])
+
+
+def probes_after_growing_pauses(s: Scene, bench: Bench) -> Iterator[tuple[LeaseGrant, ...]]:
+    """The first probes of an open breaker, one after each pause and none before, while each of them fails."""
+    for pause_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
+        if pause_s >= 4:
+            bench.let_time_pass(pause_s - 3)
+            assert s.lease(9) == ()
+        bench.let_time_pass(pause_s)
+        probe = s.lease(9)
+        assert len(probe) == 1
+        yield probe
 
 
 def test_a_failure_is_a_row_with_its_statuses_and_whose_it_was(bench: Bench) -> None:
@@ -275,12 +288,8 @@ def test_a_probe_whose_failure_is_unclear_costs_no_attempt_and_is_paused_for(ben
     s = bench.scene(**OUTAGE, schedule=ScheduleKind.FIXED)
     s.feed(2)
     fail(s, s.lease(4))
-    for pause_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
-        if pause_s >= 4:
-            bench.let_time_pass(pause_s - 3)
-            assert s.lease(9) == ()
-        bench.let_time_pass(pause_s)
-        fail(s, s.lease(9), status=RewardStatus.TIMEOUT, blame=Blame.UNCLEAR)
+    for probe in probes_after_growing_pauses(s, bench):
+        fail(s, probe, status=RewardStatus.TIMEOUT, blame=Blame.UNCLEAR)
     assert {attempt for (attempt,) in bench.rows("SELECT attempt FROM lease")} == {0}
 
 
@@ -336,13 +345,7 @@ def test_probes_that_fail_are_repeated_ever_more_rarely(bench: Bench) -> None:
     s = bench.scene(**WINDOW)
     s.feed(20)
     fail(s, s.lease(8))
-    for pause_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
-        if pause_s >= 4:
-            bench.let_time_pass(pause_s - 3)
-            assert s.lease(9) == ()
-        bench.let_time_pass(pause_s)
-        probe = s.lease(9)
-        assert len(probe) == 1
+    for probe in probes_after_growing_pauses(s, bench):
         fail(s, probe)
     for _ in range(8):
         bench.let_time_pass(10.0)

@@ -221,6 +221,13 @@ class LedgerBase:
     def _events(self, txn: Txn, rows: Sequence[dict[str, object]]) -> None:
         self._database.insert_rows(txn.conn, t.event, rows)
 
+    def _newest_events(self, conn: sa.Connection, kinds: Sequence[str], n: int = 1, *where: Any) -> Sequence[Any]:
+        """The newest ``n`` events of these kinds, newest first; for kinds of which a run has few."""
+        e = t.event.c
+        rows = sa.select(t.event).where(e.run_id == self.run.run_id, e.kind.in_(kinds), *where)
+        # By the plain number SQLite would walk through every event of the run instead of the index of kinds.
+        return conn.execute(rows.order_by((e.seq + 0).desc()).limit(n)).all()
+
     def _newest_lineage(self) -> int:
         return self._lineages[-1].number
 

@@ -82,15 +82,10 @@ class Breaker(Feeding):
             self._trip(txn)
 
     def _breaker(self, conn: sa.Connection) -> BreakerState:
-        e = t.event.c
-        row = conn.execute(
-            sa.select(e.kind, e.at_us, e.detail_json, e.seq)
-            .where(e.run_id == self.run.run_id, e.kind.in_((OPENED, CLOSED)))
-            .order_by((e.seq + 0).desc())  # SQLite would walk through every event of the run instead of the few of these kinds
-            .limit(1)
-        ).first()
-        if row is None:
+        rows = self._newest_events(conn, (OPENED, CLOSED))
+        if not rows:
             return BreakerState(False, 0, {})
+        row = rows[0]
         return BreakerState(row.kind == OPENED, row.at_us, json.loads(row.detail_json), row.seq)
 
     def _outcomes(self, conn: sa.Connection, since_us: int, n: int) -> list[tuple[int, str]]:
@@ -206,9 +201,8 @@ class Breaker(Feeding):
         self._event(txn, CLOSED, open_s=round((txn.now_us - state.since_us) / 1e6, 3), **why)
         txn.rings |= {"lease", "plan"}
 
-    def _probe_room(self, txn: Txn, n_max: int) -> int:
+    def _probe_room(self, txn: Txn, state: BreakerState, n_max: int) -> int:
         """How many slots may be leased: all while the breaker is closed, one at a time and then and when while it is open."""
-        state = self._breaker(txn.conn)
         if not state.is_open:
             return n_max
         probes = self._probes(txn.conn, state)

@@ -230,7 +230,7 @@ class Failing(Breaker):
             return
         for ordinal in ordinals:
             group, verdicts, unrewarded = self._group_counts(txn.conn, ordinal)
-            if verdicts == group.n_siblings and self._is_closed(txn.conn, ordinal):
+            if verdicts == group.n_siblings and self._closing(txn.conn, ordinal) is not None:
                 continue
             usable = group.n_siblings - verdicts - unrewarded
             needed = min(self.rules.survivors_min, group.n_siblings)
@@ -241,11 +241,12 @@ class Failing(Breaker):
             refill = n_outages < OUTAGES_MAX if outage else n_failed < self.rules.attempts_max
             self._close_group(txn, group, VerdictKind.CANCELLED, reason, refill=refill, outage=outage)
 
-    def _is_closed(self, conn: sa.Connection, ordinal: int) -> bool:
-        """Whether it was decided already what follows from this group's end."""
+    def _closing(self, conn: sa.Connection, ordinal: int) -> dict[str, Any] | None:
+        """How a group was closed; None where nobody has decided yet what follows from its end."""
         e = t.event.c
         where = (e.run_id == self.run.run_id, e.ordinal == ordinal, e.sibling.is_(None), e.kind == "group_closed")
-        return conn.execute(sa.select(e.seq).where(*where).limit(1)).first() is not None
+        detail = conn.execute(sa.select(e.detail_json).where(*where).limit(1)).scalar()
+        return None if detail is None else json.loads(detail)
 
     def _group_counts(self, conn: sa.Connection, ordinal: int) -> tuple[Any, int, int]:
         """Group row, slots with a verdict, slots without one whose sample has no reward."""
@@ -265,16 +266,12 @@ class Failing(Breaker):
 
         A prompt that keeps failing is not issued for ever (P9); what an outage took is not held against it, up to a bound.
         """
-        run_id, g, v, e = self.run.run_id, t.prompt_group.c, t.verdict.c, t.event.c
+        run_id, g, v = self.run.run_id, t.prompt_group.c, t.verdict.c
         n_failed = n_outages = 0
         older = group.refills
         while older is not None and n_failed < self.rules.attempts_max and n_outages < OUTAGES_MAX:
             kinds = conn.execute(sa.select(v.kind).where(v.run_id == run_id, v.ordinal == older).distinct()).scalars().all()
-            closed = conn.execute(
-                sa.select(e.detail_json)
-                .where(e.run_id == run_id, e.ordinal == older, e.sibling.is_(None), e.kind == "group_closed")
-            ).scalars().all()  # fmt: skip
-            if any(json.loads(detail).get("outage") for detail in closed):
+            if (self._closing(conn, older) or {}).get("outage"):
                 n_outages += 1
             elif not NOT_THE_PROMPT & set(kinds):
                 n_failed += 1

@@ -158,8 +158,9 @@ class Leasing(Failing):
                 return LeaseReply((), None, RETRY_AFTER_S)  # a fork's plans are trained again first; now all would be too stale
         if loaded is None or (loaded.lineage, loaded.version, loaded.digest) != (wanted.lineage, wanted.version, wanted.digest):
             return LeaseReply((), wanted, 0.0)
-        room = self._probe_room(txn, n_max)
-        granted = self._choose(txn, free, frontier, wanted, room) if room else []
+        breaker = self._breaker(txn.conn)
+        room = self._probe_room(txn, breaker, n_max)
+        granted = self._choose(txn, free, frontier, wanted, room, breaker.is_open) if room else []
         if not granted:
             return LeaseReply((), None, RETRY_AFTER_S)
         return self._grant(txn, incarnation, wanted, granted, request_id)
@@ -171,7 +172,7 @@ class Leasing(Failing):
             return True
         free, frontier = self._free_leases(txn), self._frontier(txn.conn)
         wanted = self._wanted_fixed(txn.conn, free, frontier) if self._is_fixed else self._head(txn.conn)
-        return wanted is not None and bool(self._choose(txn, free, frontier, wanted, 1))
+        return wanted is not None and bool(self._choose(txn, free, frontier, wanted, 1, True))
 
     def _complete(self, conn: sa.Connection) -> bool:
         """True when the last configured step is planned: nothing more will be trained."""
@@ -219,12 +220,12 @@ class Leasing(Failing):
         return self._version(conn, self._newest_lineage(), fixed_version(step, rules.fixed_lag_versions))
 
     def _choose(
-        self, txn: Txn, free: Sequence[Any], frontier: SlotKey, wanted: PolicyVersion, n_max: int
+        self, txn: Txn, free: Sequence[Any], frontier: SlotKey, wanted: PolicyVersion, n_max: int, probing: bool
     ) -> list[tuple[SlotKey, int, int, bool]]:
         """(slot, token, attempt, is new) of what is granted: retries and opened groups always, new groups as the law allows.
 
-        While the breaker is open the least tried slot comes first. In the bounded schedule, slots whose probes cost an attempt
-        come when nothing else is left, the most tried first: once its group is closed, another may be opened.
+        While the breaker is open (``probing``) the least tried slot comes first. In the bounded schedule, slots whose probes
+        cost an attempt come when nothing else is left, the most tried first: once its group is closed, another may be opened.
         """
         rules = self.rules
 
@@ -235,7 +236,7 @@ class Leasing(Failing):
 
         again = [(SlotKey(r.ordinal, r.sibling), r.token + 1, r.attempt + 1, False) for r in free if admissible(r.ordinal)]
         worn: list[tuple[SlotKey, int, int, bool]] = []
-        if self._breaker(txn.conn).is_open:
+        if probing:
             again.sort(key=lambda slot: slot[1])
             worn = [slot for slot in again if slot[1] >= rules.attempts_max]
             again = again[: len(again) - len(worn)]

@@ -114,14 +114,9 @@ class Planning(Submitting):
 
         A run that was started again has that time from the start of its learner: probes need some to show what was repaired.
         """
-        why, e = self._why_broken(txn, breaker), t.event.c
-        began_us = txn.conn.execute(
-            sa.select(e.at_us)
-            .where(e.run_id == self.run.run_id, e.kind == "role_acquired", e.detail_json.contains('"role": "learner"'))
-            .order_by((e.seq + 0).desc())  # as in Breaker._breaker
-            .limit(1)
-        ).scalar()
-        if txn.now_us - max(breaker.since_us, began_us or 0) > self.rules.breaker_pause_s * 1e6:
+        why, learners = self._why_broken(txn, breaker), t.event.c.detail_json.contains('"role": "learner"')
+        began = self._newest_events(txn.conn, ("role_acquired",), 1, learners)
+        if txn.now_us - max([breaker.since_us, *(row.at_us for row in began)]) > self.rules.breaker_pause_s * 1e6:
             return RunPaused(f"step {step}: {why}; repair what failed and start the run again")
         return why
 

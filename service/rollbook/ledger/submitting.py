@@ -23,9 +23,7 @@ import sqlalchemy as sa
 from rollbook.core.errors import InvalidRequest
 from rollbook.core.idempotency import payload_digest
 from rollbook.core.records import (
-    Blame,
     RewardStatus,
-    SandboxStatus,
     Submission,
     SubmitOutcome,
     SubmitResult,
@@ -355,10 +353,8 @@ def _receipt(c: _Checked) -> _Receipt:
 
 
 def _blame(item: Submission) -> str | None:
-    """Whose failure it was; where the worker does not say, what the sandbox's status says."""
-    if item.blame is None and item.sandbox_status is SandboxStatus.TIMEOUT_WALL:
-        return Blame.UNCLEAR.value
-    blame = item.blame or blame_of(item.sandbox_status)
+    """Whose failure it was; where the worker does not say, what the sandbox's status says of unknown processor time."""
+    blame = item.blame or blame_of(item.sandbox_status, cpu_s=0.0, wall_s=math.inf)
     return None if blame is None else blame.value
 
 

@@ -186,13 +186,9 @@ class Survival(Status):
 
     def _breaker_events(self, conn: sa.Connection) -> dict[str, Any]:
         """How often the circuit breaker opened, and its newest events, oldest first."""
-        e = t.event.c
-        here = (e.run_id == self.run.run_id, e.kind.in_((OPENED, CLOSED)))
-        rows = conn.execute(
-            sa.select(e.kind, e.at_us, e.detail_json).where(*here).order_by((e.seq + 0).desc()).limit(BREAKER_EVENTS_SHOWN)
-        ).all()
+        rows = self._newest_events(conn, (OPENED, CLOSED), BREAKER_EVENTS_SHOWN)
         events = [{"what": r.kind, "at_s": r.at_us / 1e6, **json.loads(r.detail_json)} for r in reversed(rows)]
-        return {"opened": self._count(conn, t.event, e.kind == OPENED), "events": events}
+        return {"opened": self._count(conn, t.event, t.event.c.kind == OPENED), "events": events}
 
     def _unsafe_workers(self, conn: sa.Connection) -> int:
         """Workers, past ones included, that ran model-written code where nothing is contained; counted up to a bound."""
