@@ -524,3 +524,17 @@ def test_a_group_whose_slots_are_all_spent_at_once_is_refilled_too(bench: Bench)
     assert bench.rows("SELECT refills, count(*) FROM prompt_group WHERE refills IS NOT NULL GROUP BY refills") == [(0, 1)]
     fail(s, s.lease(2), blame=Blame.UNCLEAR)
     assert bench.rows("SELECT count(*) FROM event WHERE kind = 'group_refilled'") == [(2,)] and s.ledger.audit() == []
+
+
+@pytest.mark.parametrize("schedule", [ScheduleKind.BOUNDED, ScheduleKind.FIXED])
+def test_where_few_slots_are_in_flight_one_task_that_always_fails_is_no_outage(bench: Bench, schedule: ScheduleKind) -> None:
+    s = bench.scene(groups_per_step=1, max_lag_versions=1, attempts_max=3, schedule=schedule)
+    s.feed(2)
+    for _ in range(3):
+        fail(s, [g for g in s.lease(2) if g.key.ordinal == 0], status=RewardStatus.VERIFIER_ERROR, blame=Blame.UNCLEAR)
+    assert breaker(s) == "closed"
+    if schedule is ScheduleKind.FIXED:
+        with pytest.raises(RunPaused, match=r"slot 0\.0 gave no sample in 3 attempts"):
+            s.plan(1)
+    else:
+        assert verdicts(bench)["0.0"] == "quarantined"

@@ -210,7 +210,7 @@ def lease_token_used_again() -> Iterator[None]:
         yield
 
 
-@defect("DBOS 818, hexpm 1825", "pause_long")
+@defect("DBOS 818, hexpm 1825", "cut_off")
 def repetition_is_stored_again() -> Iterator[None]:
     """A late sample for a filled slot replaces what is stored instead of being compared with it."""
     judge, store = submitting.Submitting._judge, submitting.Submitting._store

@@ -128,11 +128,26 @@ class Breaker(Feeding):
         window, threshold = self._window()
         outcomes = self._outcomes(txn.conn, state.since_us, window)
         failed = [reason for _, reason in outcomes if reason]
-        if len(failed) < threshold:
+        if len(failed) < threshold or (window < rules.infra_window and not self._is_on_several(txn.conn, outcomes[-1][0])):
             return
         self._event(txn, OPENED, failed=len(failed), outcomes=len(outcomes), last=failed[0][:500])
         self._give_back(txn, outcomes[-1][0])
         txn.rings |= {"lease", "plan"}
+
+    def _is_on_several(self, conn: sa.Connection, since_us: int) -> bool:
+        """Whether more than one group has failed since then.
+
+        Where few slots are in flight a single one can fill their window; that is its task's failure, and ends or pauses with it.
+        """
+        f, s = t.failure.c, t.sample.c
+        failed = sa.select(f.ordinal).where(
+            f.run_id == self.run.run_id, f.reported_at_us >= since_us, _counted(f.status, f.blame)
+        )
+        unjudged = sa.select(s.ordinal).where(
+            s.run_id == self.run.run_id, s.ordinal >= self._watermark, s.accepted_at_us >= since_us,
+            _counted(s.reward_status, s.blame),
+        )  # fmt: skip
+        return len(conn.execute(sa.union(failed, unjudged).limit(2)).all()) > 1
 
     def _give_back(self, txn: Txn, since_us: int) -> None:
         """Attempts that the outage has cost before it was seen as one.
