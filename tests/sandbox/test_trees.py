@@ -176,7 +176,7 @@ HIDING = {
         "@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)\ndef hold(_):\n  held = []\n  for i in range(6):\n"
         "    held.append(os.open('f', os.O_CREAT | os.O_RDWR)); os.unlink('f'); os.write(held[-1], b'x' * (2 << 20))\n"
         "  time.sleep(2); os._exit(0)\n"
-        "libc.clone(hold, ctypes.c_void_p(ctypes.addressof(stack) + (1 << 20)), 0x10900, None)\ntime.sleep(2)"
+        "libc.clone(hold, ctypes.c_void_p(ctypes.addressof(stack) + (1 << 20)), 0x14900, None)\ntime.sleep(2)"
     ),
     "mappings of files that nobody has open": (
         "import ctypes, os, time\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\nfor i in range(6):\n"
