@@ -171,6 +171,7 @@ HIDING = {
         "import os, time\nheld = []\nfor i in range(6):\n  held.append(os.open('f', os.O_CREAT | os.O_RDWR)); os.unlink('f')\n"
         "  os.write(held[-1], b'x' * (2 << 20))\ntime.sleep(2)"
     ),
+    # CLONE_VM | CLONE_SIGHAND | CLONE_THREAD | CLONE_VFORK: whoever made the thread, and shares its state with it, waits.
     "a thread's own descriptors": (
         "import ctypes, os, time\nlibc = ctypes.CDLL(None)\nstack = ctypes.create_string_buffer(1 << 20)\n"
         "@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)\ndef hold(_):\n  held = []\n  for i in range(6):\n"
