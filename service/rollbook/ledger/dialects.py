@@ -131,7 +131,7 @@ class Database:
     """
 
     def __init__(self, url: str, clock: Clock, *, role_ttl_s: float, password_file: str = "") -> None:
-        """``password_file``: read for every new connection to PostgreSQL, so that nothing that is ever shown holds the password."""
+        """``password_file``: read for every new PostgreSQL connection, so that nothing that is ever shown holds the password."""
         check_url(url)
         self.url = url
         self._password_file = password_file

@@ -124,7 +124,7 @@ class Gate(grpc.ServerInterceptor):
                 "use a token of this run"
             )
         if grant.run_id and grant.run_id != self._run_id:
-            raise PermissionDenied(f"the token is for the run {grant.run_id!r}, this server is of {self._run_id!r}; use its token")
+            raise PermissionDenied(f"the token is for run {grant.run_id!r}, this server is of {self._run_id!r}; use its token")
         return grant
 
     def _note(self, path: str, error: RollbookError) -> None:
