@@ -16,14 +16,10 @@ from rollbook.core.errors import PermissionDenied, RollbookError, Unauthenticate
 from rollbook.core.records import Role
 from rollbook.core.security import FEEDER, LEARNER, LEDGER, OBSERVER, OPERATOR, TOKEN_CHARS_MAX, WORKER, Grant, Grants
 from rollbook.observe.metrics import RPC_SECONDS
-from rollbook.rpc import status
 from rollbook.rpc.convert import enum_number
 from rollbook.rpc.credentials import SCHEME, TOKEN_KEY
 from rollbook.rpc.guard import SERVICE
-from rollbook.rpc.limits import Refusals
-
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-"""Open to everybody: probes of a cluster manager have no token. ``Watch``, which holds a call open, is not."""
+from rollbook.rpc.limits import HEALTH_CHECK, Refusals
 
 _READERS = (OBSERVER, OPERATOR)
 _TERMS = (LEARNER, FEEDER)
@@ -83,7 +79,6 @@ class Gate(grpc.ServerInterceptor):
         self._run_id = run_id
         self._refusals = refusals
         self._n_refused = 0
-        self._wrapped: dict[tuple[str, str], grpc.RpcMethodHandler] = {}
 
     def intercept_service(
         self,
@@ -95,16 +90,21 @@ class Gate(grpc.ServerInterceptor):
             return continuation(handler_call_details)
         try:
             role = self._known(handler_call_details.invocation_metadata).role
-            method = admitted(role, path)
+            check_method(role, path)
         except (Unauthenticated, PermissionDenied) as error:
             self._note(path, error)
             return self._refusals.of(error)
-        handler = continuation(handler_call_details)
-        if handler is None or role == LEDGER or method not in OWN_ROLE:
-            return handler
-        if (path, role) not in self._wrapped:
-            self._wrapped[path, role] = _for_own_role(handler, method, role)
-        return self._wrapped[path, role]
+        return continuation(handler_call_details)
+
+    def check_own(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
+        """For the guard, which has read the request. Raises PermissionDenied when it is about another role than the caller's."""
+        if method not in OWN_ROLE:
+            return
+        role = self._known(context.invocation_metadata()).role
+        if role != LEDGER and OWN_ROLE[method](request) != enum_number(Role(role)):
+            raise PermissionDenied(
+                f"a token of role {role!r} may call {method} for the role {role!r} only; use that role's token, or ledger's"
+            )
 
     def _known(self, metadata: Any) -> Grant:
         """The caller's grant. Raises Unauthenticated, or PermissionDenied for a token of another run."""
@@ -137,27 +137,10 @@ class Gate(grpc.ServerInterceptor):
             log.warning("%s refused: %s", name, error, extra={"event": "rpc_refused", "refused": self._n_refused})
 
 
-def admitted(role: str, path: str) -> str:
-    """The method of the ledger service that ``role`` calls, "" for another service. Raises PermissionDenied."""
+def check_method(role: str, path: str) -> None:
+    """Refuse a method of the ledger service that is not for ``role``. Raises PermissionDenied."""
     service, _, method = path.lstrip("/").partition("/")
-    if service != SERVICE:
-        return ""
     allowed = PERMISSIONS.get(method, ())
-    if role != LEDGER and role not in allowed:
+    if service == SERVICE and role != LEDGER and role not in allowed:
         others = " or ".join((*allowed, LEDGER))
         raise PermissionDenied(f"a token of role {role!r} may not call {method}; use one of role {others}")
-    return method
-
-
-def _for_own_role(handler: grpc.RpcMethodHandler, method: str, role: str) -> grpc.RpcMethodHandler:
-    asked, own = OWN_ROLE[method], enum_number(Role(role))
-
-    def unary(request: Any, context: grpc.ServicerContext) -> Any:
-        if asked(request) != own:
-            refused = f"a token of role {role!r} may call {method} for the role {role!r} only; use that role's token, or ledger's"
-            status.end_with(context, PermissionDenied(refused))
-        return handler.unary_unary(request, context)
-
-    return grpc.unary_unary_rpc_method_handler(
-        unary, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
-    )

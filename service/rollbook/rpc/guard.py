@@ -24,6 +24,9 @@ SERVICE = "rollbook.v1.LedgerService"
 DEADLINE_S_MAX = 3600.0
 """Longest deadline accepted; gRPC shows a missing one as one centuries ahead."""
 
+CheckOwn = Callable[[str, Any, grpc.ServicerContext], None]
+"""(method, request, context): refuses by raising what a caller may not do with this request."""
+
 log = logging.getLogger(__name__)
 
 
@@ -69,10 +72,11 @@ class Standing:
 class Guard(grpc.ServerInterceptor):
     """Wraps every method of the ledger service; health and reflection pass untouched."""
 
-    def __init__(self, run_id: str, standing: Standing, rates: Rates | None = None) -> None:
+    def __init__(self, run_id: str, standing: Standing, rates: Rates | None = None, check_own: CheckOwn | None = None) -> None:
         self._run_id = run_id
         self._standing = standing
         self._rates = rates
+        self._check_own = check_own
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
 
     def intercept_service(
@@ -115,7 +119,7 @@ class Guard(grpc.ServerInterceptor):
         started, outcome = host().monotonic(), "ok"
         failure: RollbookError | None = None
         try:
-            self._admit(request, context)
+            self._admit(method, request, context)
             yield
         except GeneratorExit:
             outcome = "cancelled"
@@ -133,12 +137,14 @@ class Guard(grpc.ServerInterceptor):
         if failure is not None:
             status.end_with(context, failure)
 
-    def _admit(self, request: Any, context: grpc.ServicerContext) -> None:
+    def _admit(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
         if self._rates is not None:
             self._rates.take(context.peer())
         remaining_s = context.time_remaining()
         if remaining_s is None or remaining_s > DEADLINE_S_MAX:
             raise InvalidRequest(f"set a deadline of at most {DEADLINE_S_MAX:.0f} s on the call; a call without one may hang")
+        if self._check_own is not None:
+            self._check_own(method, request, context)
         self._standing.check()
         if request.run_id != self._run_id:
             raise WrongRun(

@@ -18,6 +18,9 @@ from rollbook.core.errors import Overloaded, RollbookError
 from rollbook.core.host import host
 from rollbook.rpc import status
 
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+"""Answered always and to everybody: probes of a cluster manager have no token. ``Watch``, which holds a call open, is not."""
+
 PEERS_MAX = 4096
 """Clients whose rate is remembered; the one that was silent longest is forgotten."""
 WAIT_S_FIRST, WAIT_S_MAX = 0.1, 5.0
@@ -93,6 +96,19 @@ class Refusals:
         refuse.experimental_thread_pool = self.threads  # type: ignore[attr-defined]
         return grpc.stream_unary_rpc_method_handler(refuse)
 
+    def instead(self, handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler | None:
+        """The handler, run on these threads: a busy server is a healthy one, and says so."""
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
+            return handler.unary_unary(request, context)
+
+        behaviour.experimental_thread_pool = self.threads  # type: ignore[attr-defined]
+        return grpc.unary_unary_rpc_method_handler(
+            behaviour, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+        )
+
     def close(self) -> None:
         self.threads.shutdown(wait=False)
 
@@ -113,6 +129,8 @@ class Overload(grpc.ServerInterceptor):
         waiting = self._pool.waiting
         if waiting < self._waiting_max:
             return continuation(handler_call_details)
+        if handler_call_details.method == HEALTH_CHECK:
+            return self._refusals.instead(continuation(handler_call_details))
         text = f"{waiting} calls wait for one of {self._pool.threads} threads; call again later"
         return self._refusals.of(overloaded(text, WAIT_S_FIRST * (1 + waiting / self._pool.threads)))
 

@@ -135,12 +135,12 @@ def serve(
     checks = LedgerHealth(ledger, standing)
     standing.listeners.append(checks.enter_graceful_shutdown)
     pool, refusals = Pool(threads), Refusals()
-    gates = () if grants is None else (Gate(grants, run_id, refusals),)
+    gate = None if grants is None else Gate(grants, run_id, refusals)
+    outer = (Overload(pool, security.calls_waiting_max, refusals), *((gate,) if gate else ()))
     server = grpc.server(
         pool,
         interceptors=(
-            Overload(pool, security.calls_waiting_max, refusals), *gates, *interceptors,
-            Guard(run_id, standing, Rates(security.calls_per_s_max)),
+            *outer, *interceptors, Guard(run_id, standing, Rates(security.calls_per_s_max), gate.check_own if gate else None),
         ),
         options=_options(max_message_bytes or security.message_bytes_max, security.calls_open_max),
         maximum_concurrent_rpcs=4 * threads,

@@ -145,7 +145,7 @@ def is_transport(call: grpc.Call) -> bool:
 
 def _retry_after_s(text: str) -> float:
     """Seconds a server asks for, within the bound; a foreign word is none."""
-    return min(int(text) / 1000, RETRY_AFTER_S_MAX) if text.isdecimal() and len(text) <= 9 else 0.0
+    return min(int(text) / 1000, RETRY_AFTER_S_MAX) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0.0
 
 
 def _listed(error: RollbookError) -> type[RollbookError]:
