@@ -151,7 +151,7 @@ class World(Nemesis):
     # What the processes run.
 
     def _ledger(self, process: Process) -> None:
-        def serve(ledger: Ledger, address: str, *, run_id: str, on_fenced: Callable[[], None]) -> SimServer:
+        def serve(ledger: Ledger, address: str, *, run_id: str, on_fenced: Callable[[], None], **_: object) -> SimServer:
             server = SimServer(self.network, process, ledger, run_id, on_fenced)
             process.resources.append(server)
             return server

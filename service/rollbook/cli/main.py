@@ -14,23 +14,25 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rollbook.cli import inspecting, maintaining, modelling, repairing, roles, running, tasks
+from rollbook.cli import inspecting, maintaining, modelling, repairing, roles, running, securing, tasks
 from rollbook.core.errors import (
     ChainMismatch,
     ConfigError,
     Fenced,
     LedgerBehind,
+    PermissionDenied,
     RollbookError,
     RunPaused,
     SchemaTooNew,
     SchemaTooOld,
     ServerFenced,
     TaskError,
+    Unauthenticated,
     UnsafeStorage,
 )
 from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED
 
-REFUSALS = (ConfigError, TaskError, ChainMismatch, SchemaTooNew, SchemaTooOld, UnsafeStorage)
+REFUSALS = (ConfigError, TaskError, ChainMismatch, SchemaTooNew, SchemaTooOld, UnsafeStorage, Unauthenticated, PermissionDenied)
 """What only a person can repair, so that starting again does not help."""
 
 
@@ -41,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of language models over a ledger: written once, trained once, never lost.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in (running, roles, inspecting, maintaining, repairing, modelling, tasks):
+    for group in (running, roles, inspecting, maintaining, repairing, modelling, tasks, securing):
         group.register(commands)
     return parser
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import logging
+import os
 import signal
 import threading
 from pathlib import Path
 
 from rollbook.cli.common import add_accept, add_config, client_for, read_config
 from rollbook.core.config import Config
+from rollbook.core.security import FEEDER, LEARNER, WORKER, forget_tokens
 from rollbook.observe import failpoints
 from rollbook.observe import log as logs
+from rollbook.rpc.client import LedgerClient
 from rollbook.supervise.policy import EXIT_STOPPED
 from rollbook.supervise.process import die_with_supervisor
 
@@ -67,8 +70,16 @@ def run_ledger(args: argparse.Namespace) -> int:
     from rollbook.cli.serving import serve_ledger
 
     config, stop = _begin("ledger", args)
+    forget_tokens(os.environ)
     serve_ledger(config, run_record(config), stop, accept=args.accept)
     return 0
+
+
+def _clients(config: Config, role: str, n: int = 1) -> list[LedgerClient]:
+    """Clients of a role; after this the token is theirs alone and not in the environment of what the role starts."""
+    clients = [client_for(config, role=role) for _ in range(n)]
+    forget_tokens(os.environ)
+    return clients
 
 
 def _ended(done: bool, stop: threading.Event) -> int:
@@ -83,7 +94,8 @@ def run_feeder(args: argparse.Namespace) -> int:
     from rollbook.tasks.feeder import run_feeder as feed
 
     config, stop = _begin("feeder", args)
-    feed(config, client_for(config), stop)
+    (client,) = _clients(config, FEEDER)
+    feed(config, client, stop)
     return _ended(not stop.is_set(), stop)
 
 
@@ -92,7 +104,8 @@ def run_learner(args: argparse.Namespace) -> int:
     config, stop = _begin("learner", args)
     from rollbook.learner.loop import run_learner as learn
 
-    return _ended(learn(config, client_for(config), stop), stop)
+    (client,) = _clients(config, LEARNER)
+    return _ended(learn(config, client, stop), stop)
 
 
 def run_worker(args: argparse.Namespace) -> int:
@@ -100,5 +113,6 @@ def run_worker(args: argparse.Namespace) -> int:
     config, stop = _begin("worker", args)
     from rollbook.rollout.worker import run_worker as work
 
-    work(config, args.index, client_for(config), client_for(config), stop)
+    client, beat_client = _clients(config, WORKER, 2)
+    work(config, args.index, client, beat_client, stop)
     return _ended(not stop.is_set(), stop)

@@ -55,7 +55,7 @@ def serve_ledger(
             refuse_when_ahead(Path(config.run.dir), ledger)
         opened = patience.repeat(lambda: ledger.open_run(record, accept=accept))
         write_run_files(config, opened)
-        server = serve(ledger, config.ledger.address, run_id=config.run.id, on_fenced=stop.set)
+        server = serve(ledger, config.ledger.address, run_id=config.run.id, on_fenced=stop.set, security=config.security)
         failpoint("ledger.start.before_address")
         file = write_address(config.run.dir, server.address)
         failpoint("ledger.start.after_address")
@@ -135,7 +135,7 @@ def _open_ledger(config: Config) -> Ledger:
     return Ledger(
         config.ledger.url, holder=incarnation(), supersede=superseded(), role_ttl_s=config.ledger.role_ttl_s,
         group_commit_max=config.ledger.group_commit_max, ordinals_per_partition=config.ledger.ordinals_per_partition,
-        payload_bytes_max=config.ledger.payload_bytes_max,
+        payload_bytes_max=config.ledger.payload_bytes_max, password_file=config.ledger.password_file,
     )  # fmt: skip
 
 

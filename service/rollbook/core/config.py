@@ -29,6 +29,7 @@ from rollbook.core.settings import (
     SamplingConfig,
     SandboxConfig,
     ScheduleConfig,
+    SecurityConfig,
     SupervisorConfig,
     TaskConfig,
     WorkerConfig,
@@ -51,6 +52,7 @@ class Config:
     sampling: SamplingConfig = SamplingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
+    security: SecurityConfig = SecurityConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     chaos: ChaosConfig = ChaosConfig()
 
@@ -106,7 +108,7 @@ class Config:
         for section in ("environment", "sandbox"):  # with only such fields it is as if it were not there
             if not content.get(section):
                 content.pop(section, None)
-        for section in ("supervisor", "ledger", "checkpoint", "chaos"):
+        for section in ("supervisor", "ledger", "security", "checkpoint", "chaos"):
             content.pop(section, None)
         content["ledger"] = _not_default(self.rules())
         return digest("config", json.dumps(content, sort_keys=True))
@@ -114,7 +116,8 @@ class Config:
 
 FREE = (
     "run.dir", "run.chaos_allowed", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
-    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "supervisor.", "chaos", "ledger.url", "ledger.address",
+    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "supervisor.", "chaos", "security", "ledger.url",
+    "ledger.password_file", "ledger.address",
     "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port", "ledger.group_commit_max", "ledger.payload_bytes_max",
     "ledger.ordinals_per_partition", "environment.tool_s", "environment.score_s", "environment.processes",
     "environment.attempts_max", "sandbox.slots",
@@ -222,4 +225,7 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     url = ledger.url or f"sqlite:///{run.dir}/ledger.sqlite"
     if url.startswith("sqlite:///") and not url.startswith("sqlite:////"):
         url = f"sqlite:///{absolute(url.removeprefix('sqlite:///'))}"
-    return replace(config, run=run, task=task, model=model, environment=environment, ledger=replace(ledger, url=url))
+    ledger = replace(ledger, url=url, password_file=absolute(ledger.password_file))
+    files = ("certificate", "key", "ca", "client_certificate", "client_key", "tokens", "token_dir")
+    security = replace(config.security, **{name: absolute(getattr(config.security, name)) for name in files})
+    return replace(config, run=run, task=task, model=model, environment=environment, ledger=ledger, security=security)

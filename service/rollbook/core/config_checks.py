@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rollbook.core.errors import ConfigError, UnsupportedSampling
+from rollbook.core.security import check_security
 
 if TYPE_CHECKING:
     from rollbook.core.config import Config, LearnerConfig, SamplingConfig, WorkerConfig
@@ -49,13 +50,15 @@ AT_LEAST: dict[str, float] = {
     "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
     "environment.turns_max": 1,
     "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
-    "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1,
+    "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1, "security.message_bytes_max": 2 << 20,
+    "security.calls_open_max": 4, "security.calls_waiting_max": 1,
 }  # fmt: skip
 """Smallest value of a number."""
 
 POSITIVE = (
     "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
-    "ledger.breaker_pause_s", "environment.tool_s", "environment.score_s", "sandbox.cpu_s", "sandbox.wall_s",
+    "ledger.breaker_pause_s", "security.calls_per_s_max",
+    "environment.tool_s", "environment.score_s", "sandbox.cpu_s", "sandbox.wall_s",
 )  # fmt: skip
 """Numbers that must exceed 0."""
 
@@ -116,6 +119,7 @@ def check(c: Config) -> None:
     need(bool(c.environment.name) or not c.environment.settings,
          "environment.settings are given, but environment.name is empty: name the environment that takes them")  # fmt: skip
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
+    check_security(c)
     for index, worker in enumerate(c.workers):
         _check_worker(worker, f"workers[{index}]", c.sampling.max_new_tokens)
     need(sum(w.count for w in c.workers) >= 1, "at least one [[workers]] entry with count >= 1 is needed")

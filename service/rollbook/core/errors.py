@@ -91,6 +91,21 @@ class DeadlineExceeded(Unavailable):
     """No answer came within the call's deadline; the outcome is unknown, repeat with the same key."""
 
 
+class Overloaded(Unavailable):
+    """The ledger server has more to do than it may take on."""
+
+    retry_after_s = 0.0
+    """When the server asks to be called again; 0 = it did not say."""
+
+
+class Unauthenticated(RollbookError):
+    """The ledger server does not know who is calling."""
+
+
+class PermissionDenied(RollbookError):
+    """The caller's role may not do that."""
+
+
 class SchemaTooNew(RollbookError):
     """The ledger file was written by a newer Rollbook; upgrade the package."""
 

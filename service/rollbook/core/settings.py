@@ -270,8 +270,12 @@ class LedgerConfig:
 
     url: str = ""
     """``sqlite:///FILE`` or ``postgresql+psycopg://…``; empty = ``ledger.sqlite`` in the run directory."""
+    password_file: str = ""
+    """File that holds the database password and nothing else, read at every new connection; ``ledger.url`` must not hold one.
+    Empty = none, or what PGPASSWORD or PGPASSFILE say."""
     address: str = "127.0.0.1:0"
-    """host:port to listen on; port 0 picks a free one and writes it to the run directory."""
+    """host:port to listen on; port 0 picks a free one and writes it to the run directory. Beyond loopback only with
+    ``security.tokens`` and ``security.certificate``."""
     lease_ttl_s: float = 30.0
     """A slot whose worker is silent this long is leased again."""
     heartbeat_s: float = 5.0
@@ -304,6 +308,39 @@ class LedgerConfig:
     """Largest sample accepted."""
     ordinals_per_partition: int = 100_000
     """Width of a PostgreSQL partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Who reaches the ledger server, and how much of it one client may take. Paths only: no secret stands in a configuration."""
+
+    certificate: str = ""
+    """The server's certificate with its chain (PEM); with it the server speaks TLS and nothing else. Read when it starts."""
+    key: str = ""
+    """Private key of ``certificate`` (PEM)."""
+    ca: str = ""
+    """Certificate of the authority (PEM) by which clients know the server, and the server its clients where it asks for them."""
+    require_client_certificate: bool = False
+    """Mutual TLS: clients without a certificate signed by ``ca`` are turned away before they can send anything."""
+    client_certificate: str = ""
+    """Certificate with its chain (PEM) that clients show."""
+    client_key: str = ""
+    """Private key of ``client_certificate`` (PEM)."""
+    tokens: str = ""
+    """The server's file of token digests, ``SHA256 ROLE [RUN]`` a line; with it nobody calls without a token. Read when it
+    starts."""
+    token_dir: str = ""
+    """Folder with a file ``ROLE.token`` for each role on this machine; ROLLBOOK_TOKEN_FILE and ROLLBOOK_TOKEN come first."""
+    reflection: bool = False
+    """gRPC server reflection, for tools like grpcurl; never together with ``tokens``."""
+    message_bytes_max: int = 67_108_864
+    """Largest message either side accepts."""
+    calls_per_s_max: float = 2000.0
+    """Calls of one client (connection) a second, a second's worth at once; further ones are told when to come again."""
+    calls_open_max: int = 64
+    """Calls one client may have open; further ones wait in the client."""
+    calls_waiting_max: int = 256
+    """Calls of all clients that may wait for a thread of the server; further ones are told when to come again."""
 
 
 @dataclass(frozen=True, slots=True)

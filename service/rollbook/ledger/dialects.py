@@ -26,6 +26,7 @@ from sqlalchemy.pool import NullPool, QueuePool
 
 from rollbook.core.errors import ConfigError, LedgerLocked, RollbookError, StorageFull, Unavailable, UnsafeStorage
 from rollbook.core.ports import Clock
+from rollbook.core.security import check_url, read_secret
 from rollbook.ledger.schema import PARTITIONED
 from rollbook.observe.failpoints import failpoint
 
@@ -129,8 +130,11 @@ class Database:
     ``exclusive`` is true for SQLite: holding the file lock proves that no other server lives.
     """
 
-    def __init__(self, url: str, clock: Clock, *, role_ttl_s: float) -> None:
+    def __init__(self, url: str, clock: Clock, *, role_ttl_s: float, password_file: str = "") -> None:
+        """``password_file``: read for every new PostgreSQL connection, so that nothing that is ever shown holds the password."""
+        check_url(url)
         self.url = url
+        self._password_file = password_file
         self.clock = clock
         parsed = sa.make_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
@@ -142,7 +146,7 @@ class Database:
         elif parsed.get_backend_name() == "postgresql":
             self._open_postgresql(parsed, role_ttl_s)
         else:
-            raise ConfigError(f"ledger.url {url!r}: use sqlite:///FILE or postgresql+psycopg://…")
+            raise ConfigError(f"ledger.url {parsed.render_as_string()}: use sqlite:///FILE or postgresql+psycopg://…")
 
     def _open_sqlite(self, url: sa.URL) -> None:
         if not url.database or url.database == ":memory:":
@@ -227,6 +231,13 @@ class Database:
             )  # fmt: skip
         except ImportError as error:
             raise ConfigError(f"ledger.url {url.render_as_string()}: {error}; install rollbook[postgres]") from None
+        if self._password_file:
+            for engine in (self.writer, self.reader):
+                sa.event.listen(engine, "do_connect", self._add_password)
+
+    def _add_password(self, _dialect: object, _record: object, _arguments: object, parameters: dict[str, Any]) -> None:
+        """Give a new connection its password. Raises ConfigError."""
+        parameters["password"] = read_secret(self._password_file, "ledger.password_file")
 
     def now_us(self, conn: sa.Connection) -> int:
         """Time of the ledger: the database's clock on PostgreSQL, the server's on SQLite. Workers' clocks never count.

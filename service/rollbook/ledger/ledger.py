@@ -38,6 +38,7 @@ class Ledger(Roles, Survival):
         ordinals_per_partition: width of a PostgreSQL partition.
         payload_bytes_max: largest sample.
         supersede: holder known to be dead, whose unexpired term is taken over at once.
+        password_file: holds the password of a PostgreSQL database; the URL must not.
 
     Raises: LedgerLocked, UnsafeStorage, SchemaTooNew, SchemaTooOld, Unavailable.
     """
@@ -45,6 +46,7 @@ class Ledger(Roles, Survival):
     def __init__(
         self, url: str, *, clock: Clock | None = None, holder: str, role_ttl_s: float = 15.0, group_commit_max: int = 128,
         ordinals_per_partition: int = 100_000, payload_bytes_max: int = 33_554_432, supersede: str = "",
+        password_file: str = "",
     ) -> None:  # fmt: skip
         self._clock = clock or host()
         self._holder = holder
@@ -55,7 +57,7 @@ class Ledger(Roles, Survival):
         self._bell = Bell()
         self._newest_asked = {}
         self._closed = False
-        self._database = Database(url, self._clock, role_ttl_s=role_ttl_s)
+        self._database = Database(url, self._clock, role_ttl_s=role_ttl_s, password_file=password_file)
         try:
             prepare(self._database)
             self._partitions = Partitions(self._database, ordinals_per_partition)

@@ -71,8 +71,9 @@ class TransformersEngine:
         self._dtype, self._device = dtype, torch.device(device)
         transformers.utils.logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(
-            files.path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
-        )
+            files.path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True, use_safetensors=True,
+            trust_remote_code=False,
+        )  # fmt: skip
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._version: int | None = None
 

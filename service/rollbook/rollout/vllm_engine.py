@@ -91,7 +91,7 @@ class VllmEngine:
             "dtype": worker.dtype, "max_model_len": worker.max_model_len, "max_num_seqs": worker.slots, "seed": seed,
             "enforce_eager": worker.enforce_eager, "enable_prefix_caching": False, "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm", "skip_tokenizer_init": True, "distributed_executor_backend": "uni",
-            "disable_log_stats": True,
+            "disable_log_stats": True, "trust_remote_code": False,
         }  # fmt: skip
         if worker.device == "cuda":
             self._settings["gpu_memory_utilization"] = worker.gpu_memory_fraction

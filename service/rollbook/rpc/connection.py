@@ -12,13 +12,16 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
-from rollbook.core.errors import RollbookError, ServerFenced, Unavailable
+from rollbook.core.errors import Overloaded, RollbookError, ServerFenced, Unavailable
 from rollbook.core.ports import Clock
 from rollbook.observe.metrics import RPC_RETRIES_TOTAL
 from rollbook.rpc import status
+from rollbook.rpc.credentials import STRANGER, Access, Dial
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
@@ -26,19 +29,20 @@ log = logging.getLogger(__name__)
 _CLOSED = "this ledger client is closed; open another one"
 
 
-Dial = Callable[[str, list[tuple[str, int]]], grpc.Channel]
-"""(address, channel options) to a channel; a simulator dials its own network."""
-
-
 class Link:
     """One channel in use by several threads; once retired it is closed by whoever leaves it last."""
 
-    def __init__(self, address: str, max_message_bytes: int, dial: Dial) -> None:
+    def __init__(self, address: str, max_message_bytes: int, access: Access, dial: Dial) -> None:
         self.address = address
+        self._sent = access.sent_to(address)
         self._channel = dial(address, _options(max_message_bytes))
-        self.stub = pb_grpc.LedgerServiceStub(self._channel)
+        self._stub = pb_grpc.LedgerServiceStub(self._channel)
         self._users = 0
         self._retired = False
+
+    def call(self, method: str, request: Message, timeout_s: float) -> Any:
+        """One attempt of a method; the answer, or the stream of them."""
+        return getattr(self._stub, method)(request, timeout=timeout_s, **self._sent)
 
     def enter(self) -> None:
         self._users += 1
@@ -61,11 +65,17 @@ class Link:
 
 
 class Connection:
-    """The current link to the ledger server. The address is read again for every new link."""
+    """The current link to the ledger server. The address and the token are read again for every new link.
 
-    def __init__(self, address: Callable[[], str], max_message_bytes: int, dial: Dial = grpc.insecure_channel) -> None:
+    ``dial`` opens its channels; left out, ``access`` does.
+    """
+
+    def __init__(
+        self, address: Callable[[], str], max_message_bytes: int, access: Access = STRANGER, dial: Dial | None = None
+    ) -> None:
         self._address = address
-        self._dial = dial
+        self._access = access
+        self._dial = dial or access.dial
         self._max_message_bytes = max_message_bytes
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -73,11 +83,11 @@ class Connection:
         self.last_address = "an unknown address"
 
     @contextmanager
-    def stub(self) -> Iterator[pb_grpc.LedgerServiceStub]:
-        """A stub to call; a failed call leaves as the core error it means, after which the next call dials anew if need be."""
+    def link(self) -> Iterator[Link]:
+        """A link to call; a failed call leaves as the core error it means, after which the next call dials anew if need be."""
         link = self._enter()
         try:
-            yield link.stub
+            yield link
         except grpc.RpcError as failure:
             error = status.error_of(failure)
             if isinstance(error, Unavailable) and (status.is_transport(failure) or isinstance(error, ServerFenced)):
@@ -112,7 +122,7 @@ class Connection:
                 if not address:
                     raise Unavailable("the ledger server's address is not known yet; is `rollbook ledger` running?")
                 self.last_address = address
-                self._link = Link(self.last_address, self._max_message_bytes, self._dial)
+                self._link = Link(self.last_address, self._max_message_bytes, self._access, self._dial)
             self._link.enter()
             return self._link
 
@@ -155,6 +165,8 @@ class Retry:
         longest = min(self._longest_s, self._first_s * 2 ** min(self._n_failures, 30))
         self._n_failures += 1
         wait_s = self._rng.uniform(0.0, longest)
+        if isinstance(error, Overloaded):
+            wait_s += error.retry_after_s  # not instead of it: who was sent away together would come back together
         spent_s = now - self._failed_at
         if spent_s + wait_s > self._budget_s:
             raise type(error)(
@@ -177,4 +189,6 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         # Retries are ours, with our keys and our budget.
         ("grpc.enable_retries", 0),
+        # A client is a connection: limits of the server hold for each, and a new link is a new connection.
+        ("grpc.use_local_subchannel_pool", 1),
     ]

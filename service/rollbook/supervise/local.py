@@ -24,6 +24,7 @@ from pathlib import Path
 from rollbook.core.config import Config, WorkerConfig
 from rollbook.core.errors import ConfigError, RestartBudgetSpent, RollbookError, RunPaused, Unavailable
 from rollbook.core.records import ResumePoint
+from rollbook.core.security import supervised_tokens
 from rollbook.supervise import logs
 from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED, RestartPolicy
 from rollbook.supervise.process import Launcher, ProcessTable, RoleProcess, role_command, spawn, start
@@ -104,6 +105,7 @@ class LocalSupervisor:
 
     def _child(self, name: str, *args: str, threads: int = 1) -> _Child:
         env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        env |= supervised_tokens(self.config.security, args[0])
         log = self.dir / "logs" / f"{name}.log"
         return _Child(name, role_command(*args), RestartPolicy(self.config.supervisor), log, env)
 
@@ -131,6 +133,7 @@ class LocalSupervisor:
             on_drained: called when every role but the ledger server has ended.
 
         Raises: RestartBudgetSpent with the role's first cause; ConfigError when a role refuses its configuration;
+            Unauthenticated or PermissionDenied when the ledger server does not take the supervisor's token;
             RunPaused when the learner waits for an operator; Unavailable when processes of an earlier supervisor cannot be
             ended.
         """
@@ -161,6 +164,8 @@ class LocalSupervisor:
         if not self._opened:
             point = self._watchdog.point
             if point is None:
+                if self._watchdog.turned_away is not None:
+                    raise self._watchdog.turned_away
                 return False
             self._opened = True
             on_open(point)
