@@ -116,7 +116,7 @@ FREE = (
     "run.dir", "run.chaos_allowed", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
     "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "supervisor.", "chaos", "ledger.url", "ledger.address",
     "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port", "ledger.group_commit_max", "ledger.payload_bytes_max",
-    "ledger.ordinals_per_partition", "environment.tool_s", "environment.score_s", "environment.processes",
+    "ledger.ordinals_per_partition", "ledger.standbys", "environment.tool_s", "environment.score_s", "environment.processes",
     "environment.attempts_max", "sandbox.slots",
 )  # fmt: skip
 """Beginnings of the paths that are not part of ``Config.digest``: they may change at any time."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from rollbook.core.errors import Fenced, NotFound, NotReady, ServerFenced, Unavailable
+from rollbook.core.errors import Fenced, NotFound, NotReady, ServerFenced, Standby, Unavailable
 from rollbook.core.host import host
 from rollbook.core.ports import Clock
 from rollbook.core.records import (
@@ -145,15 +145,20 @@ class LedgerBase:
         return now_us
 
     def holds_role(self) -> bool:
-        """Whether this server may answer now: not superseded, and its own term has not run out unrenewed (R12)."""
+        """Whether this server may answer now: not superseded, and its own term has not run out unrenewed (R12).
+
+        Raises Standby when the term is over and the database does not say whether somebody else has taken the role.
+        """
         if self._fenced is not None:
             return False
         if self._term is None or self._clock.monotonic() < self._term_ends_s:
             return True
         try:
             self.renew_self()
-        except Unavailable:
+        except ServerFenced:
             return False
+        except Unavailable as error:
+            raise Standby(f"this server's term is over and was not renewed ({error}); another one may hold the role") from error
         return True
 
     def _on_fenced(self, error: ServerFenced) -> None:

@@ -36,6 +36,7 @@ TABLE: dict[type[RollbookError], grpc.StatusCode] = {
     errors.RunPaused: _CODE.FAILED_PRECONDITION,
     errors.Unavailable: _CODE.UNAVAILABLE,
     errors.ServerFenced: _CODE.UNAVAILABLE,
+    errors.Standby: _CODE.UNAVAILABLE,
     errors.StorageFull: _CODE.UNAVAILABLE,
     errors.DeadlineExceeded: _CODE.DEADLINE_EXCEEDED,
     errors.SchemaTooNew: _CODE.FAILED_PRECONDITION,
@@ -108,6 +109,17 @@ def error_of(call: grpc.Call) -> RollbookError:
 def is_transport(call: grpc.Call) -> bool:
     """True when the status did not come from a ledger server, so that the connection itself is in doubt."""
     return all(key != CLASS_KEY for key, _ in call.trailing_metadata() or ())
+
+
+def is_elsewhere(error: RollbookError) -> bool:
+    """True when a failed call is better repeated at another server: nobody answered there, or not the holder of the role.
+
+    Args:
+        error: as raised from the gRPC failure that it means.
+    """
+    if isinstance(error, errors.ServerFenced | errors.Standby):
+        return True
+    return isinstance(error, errors.Unavailable) and isinstance(error.__cause__, grpc.RpcError) and is_transport(error.__cause__)
 
 
 def _listed(error: RollbookError) -> type[RollbookError]:
