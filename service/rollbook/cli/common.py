@@ -20,7 +20,7 @@ from rollbook.core.errors import ConfigError, RoleHeld, RollbookError, Unavailab
 from rollbook.core.host import incarnation
 from rollbook.core.ports import LedgerPort
 from rollbook.observe import failpoints
-from rollbook.rpc.address import address_in
+from rollbook.rpc.address import addresses_in
 from rollbook.rpc.client import LedgerClient
 
 if TYPE_CHECKING:
@@ -85,8 +85,9 @@ def address_file(config: Config) -> Path:
 
 
 def client_for(config: Config, retry_s: float = 120.0) -> LedgerClient:
-    """A client of the run's ledger server; the address is read again whenever it reconnects."""
-    return LedgerClient(address_in(config.run.dir), config.run.id, retry_total_s=retry_s)
+    """A client of the run's ledger servers; their addresses are read again whenever it reconnects."""
+    address = addresses_in(config.run.dir, config.ledger.addresses)
+    return LedgerClient(address, config.run.id, retry_total_s=retry_s)
 
 
 @contextlib.contextmanager
@@ -109,7 +110,7 @@ def ledger_of(config: Config, retry_s: float = 120.0) -> Iterator[LedgerPort]:
 
 def answering(config: Config) -> bool:
     """Whether the run's own ledger server answers at the address it wrote."""
-    if not address_file(config).exists():
+    if not (address_file(config).exists() or config.ledger.addresses):
         return False
     try:
         with client_for(config, retry_s=0.0) as client:

@@ -26,7 +26,8 @@ def write_address(run_dir: str | Path, address: str, others: Sequence[str] = ())
         address: of the server that holds the role.
         others: of servers that may hold it next.
     """
-    return _replace(Path(run_dir) / FILE_NAME, [address, *others])
+    path, lines = Path(run_dir) / FILE_NAME, list(dict.fromkeys([address, *others]))
+    return path if _lines(path) == lines else _replace(path, lines)
 
 
 def announce(run_dir: str | Path, index: int, address: str) -> Path:
@@ -112,6 +113,6 @@ def _lines(path: Path) -> list[str]:
 
 def _replace(path: Path, lines: Sequence[str]) -> Path:
     temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in dict.fromkeys(lines)))
+    temporary.write_text("".join(f"{line}\n" for line in lines))
     os.replace(temporary, path)
     return path

@@ -76,8 +76,8 @@ class LedgerClient:
     """
 
     def __init__(
-        self, address: str | Callable[[], str | Sequence[str]], run_id: str, *, timeout_s: float = 10.0, stream_timeout_s: float = 60.0,
-        retry_total_s: float = 120.0, backoff_s: float = 0.1, backoff_max_s: float = 2.0,
+        self, address: str | Callable[[], str | Sequence[str]], run_id: str, *, timeout_s: float = 10.0,
+        stream_timeout_s: float = 60.0, retry_total_s: float = 120.0, backoff_s: float = 0.1, backoff_max_s: float = 2.0,
         max_message_bytes: int = MESSAGE_BYTES_MAX, clock: Clock | None = None, rng: random.Random | None = None,
         dial: Dial | None = None,
     ) -> None:  # fmt: skip

@@ -19,7 +19,7 @@ from pathlib import Path
 from rollbook.core.config import Config
 from rollbook.core.errors import DeadlineExceeded, RollbookError, Unavailable
 from rollbook.core.records import ResumePoint
-from rollbook.rpc.address import address_in
+from rollbook.rpc.address import addresses_in
 from rollbook.rpc.client import LedgerClient
 from rollbook.supervise import logs
 from rollbook.supervise.process import ProcessRecord
@@ -47,7 +47,8 @@ class Watchdog:
     def __init__(self, config: Config, watched: Callable[[], Sequence[Watched]], emit: Callable[[str], None]) -> None:
         """``watched`` lists the live roles, ``emit`` tells a person."""
         self._config, self._watched, self._emit = config, watched, emit
-        self._client = LedgerClient(address_in(config.run.dir), config.run.id, timeout_s=ANSWER_S, retry_total_s=0.0)
+        address = addresses_in(config.run.dir, config.ledger.addresses)
+        self._client = LedgerClient(address, config.run.id, timeout_s=ANSWER_S, retry_total_s=0.0)
         self._stalls = Path(config.run.dir) / "supervisor" / "stalls"
         self._stop = threading.Event()
         self._unanswered_since: float | None = None
