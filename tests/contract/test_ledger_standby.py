@@ -23,7 +23,8 @@ from rollbook.rpc.address import addresses_in, announced, holder_index
 from rollbook.rpc.client import LedgerClient
 from run_support import CONFIG, wait_until
 
-TTL_S = 3.0
+TTL_S = 30.0
+"""Nobody waits for it here: whoever ends lets the role go."""
 POINTS = ("ledger.standby.before_fence", "ledger.standby.before_answers", "ledger.start.before_address",
           "ledger.start.after_address")  # fmt: skip
 
@@ -63,9 +64,9 @@ class Server:
 class Several:
     """The servers of one run, by index."""
 
-    def __init__(self, root: Path, url: str) -> None:
+    def __init__(self, root: Path, url: str, ttl_s: float = TTL_S) -> None:
         file = root / "run.toml"
-        file.write_text(CONFIG + f'\n[ledger]\nurl = "{url}"\nrole_ttl_s = {TTL_S}\nstandbys = 2\n')
+        file.write_text(CONFIG + f'\n[ledger]\nurl = "{url}"\nrole_ttl_s = {ttl_s}\nstandbys = 2\n')
         self.config = load_config(file)
         self.dir = Path(self.config.run.dir)
         self.record = run_record(self.config)
@@ -190,7 +191,7 @@ def test_a_standby_of_another_configuration_refuses_when_its_turn_comes_and_lets
 
 
 def test_a_database_that_never_answers_ends_the_server_that_opens_the_run(tmp_path: Path) -> None:
-    silent = Several(tmp_path, "postgresql+psycopg://nobody@127.0.0.1:1/nowhere")
+    silent = Several(tmp_path, "postgresql+psycopg://nobody@127.0.0.1:1/nowhere", ttl_s=0.5)
     server = silent.start(0)
     assert isinstance(server.join(), Unavailable)
     assert not list(silent.dir.glob("*.address"))
