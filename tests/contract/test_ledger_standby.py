@@ -16,12 +16,15 @@ from rollbook.cli.serving import serve_ledger
 from rollbook.cli.standby import serve_in_turn, server_index
 from rollbook.core.config import Config, config_from_table, load_config
 from rollbook.core.errors import ConfigError, ConfigMismatch, Standby, Unavailable
+from rollbook.core.records import RunRecord
 from rollbook.ledger.ledger import Ledger
 from rollbook.observe import failpoints
 from rollbook.observe.failpoints import FailpointRaised
 from rollbook.rpc.address import addresses_in, announced, holder_index
 from rollbook.rpc.client import LedgerClient
 from run_support import CONFIG, wait_until
+
+pytestmark = pytest.mark.timeout(400)
 
 TTL_S = 30.0
 """Nobody waits for it here: whoever ends lets the role go."""
@@ -39,15 +42,15 @@ def disarmed() -> Iterator[None]:
 class Server:
     """One ledger server in a thread of its own."""
 
-    def __init__(self, target: Callable[..., None], config: Config, stop: threading.Event, **options: Any) -> None:
-        self.stop = stop
+    def __init__(self, target: Callable[..., None], config: Config, record: RunRecord, **options: Any) -> None:
+        self.stop = threading.Event()
         self.failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(target, config, options), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(target, config, record, options), daemon=True)
         self._thread.start()
 
-    def _run(self, target: Callable[..., None], config: Config, options: dict[str, Any]) -> None:
+    def _run(self, target: Callable[..., None], config: Config, record: RunRecord, options: dict[str, Any]) -> None:
         try:
-            target(config, run_record(config), self.stop, **options)
+            target(config, record, self.stop, **options)
         except Exception as error:  # noqa: BLE001  thread boundary: the test looks at it
             self.failure = error
 
@@ -72,8 +75,8 @@ class Several:
         self.record = run_record(self.config)
         self.servers: list[Server] = []
 
-    def start(self, index: int, **options: Any) -> Server:
-        server = Server(serve_in_turn, self.config, threading.Event(), index=index, **options)
+    def start(self, index: int, record: RunRecord | None = None) -> Server:
+        server = Server(serve_in_turn, self.config, record or self.record, index=index)
         self.servers.append(server)
         wait_until("the server listens", lambda: index in announced(self.dir) or server.failure, 60)
         return server
@@ -180,9 +183,7 @@ def _attached(several: Several) -> list[dict[str, Any]]:
 def test_a_standby_of_another_configuration_refuses_when_its_turn_comes_and_lets_go(several: Several) -> None:
     first = several.start(0)
     several.held_by(0)
-    own, several.config = several.config, load_config(several.dir.parent / "run.toml", ["run.seed=6"])
-    second = several.start(1)
-    several.config = own
+    second = several.start(1, run_record(load_config(several.dir.parent / "run.toml", ["run.seed=6"])))
     assert first.end() is None
     assert isinstance(second.join(), ConfigMismatch)
     third = several.start(2)
@@ -199,7 +200,7 @@ def test_a_database_that_never_answers_ends_the_server_that_opens_the_run(tmp_pa
 
 def test_an_ordinary_server_is_followed_by_a_standby_too(tmp_path: Path, sqlite_url: str) -> None:
     several = Several(tmp_path, sqlite_url)
-    first = Server(serve_ledger, several.config, threading.Event())
+    first = Server(serve_ledger, several.config, several.record)
     address = several.dir / "ledger.address"
     wait_until("the server is found", address.exists, 60)
     second = several.start(1)
@@ -261,7 +262,7 @@ def test_an_index_that_no_listed_server_has_is_refused(index: int) -> None:
         ({"standbys": -1}, "at least 0"), ({"addresses": ["a"]}, "host:port"), ({"addresses": ["a:0"]}, "host:port"),
         ({"addresses": ["a:70000"]}, "host:port"), ({"addresses": ["a:1", "a:1"]}, "twice"), ({"addresses": "a:1"}, "a list"),
         ({"addresses": [1]}, r"ledger\.addresses\[0\] = 1: expected a string"),
-        ({"addresses": ["a:1"], "standbys": 1}, "needs 2"),
+        ({"addresses": ["a:1"], "standbys": 1}, "needs 2"), ({"address": "127.0.0.1:7001", "standbys": 1}, "cannot share"),
     ],
 )  # fmt: skip
 def test_servers_that_cannot_be_meant_are_refused(ledger: dict[str, Any], message: str) -> None:

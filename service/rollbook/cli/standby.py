@@ -111,7 +111,7 @@ class _Turn:
                 wait_s = self._time_left()
                 looked = True
                 if wait_s <= 0:
-                    if self._file is None:
+                    if not self._excludes:
                         self.close()  # the schema is looked at again: the wait may have outlived a migration
                     failpoint("ledger.standby.before_fence")
                     take(self._opened())
@@ -122,10 +122,15 @@ class _Turn:
                 wait_s = POLL_S
                 self._say(str(error))
                 self.close()
-            if self._file is not None:
-                self.close()  # whoever has the file open holds its lock
+            if self._excludes:
+                self.close()
             if self._stop.wait(min(wait_s, POLL_S)):
                 return None
+
+    @property
+    def _excludes(self) -> bool:
+        """Whether this server keeps every other one out by having the database open."""
+        return self._ledger is not None and self._ledger.exclusive
 
     def close(self) -> None:
         """Let the database go; a role that is held is released."""
@@ -147,7 +152,7 @@ class _Turn:
         if term is None:
             self._say("no server has opened the run yet")
             return unopened
-        if self._file is not None or term[0] == superseded():
+        if self._excludes or term[0] == superseded():
             return 0.0
         self._say(f"{term[0]} holds the role")
         return term[1]

@@ -117,6 +117,9 @@ def check(c: Config) -> None:
     need(bool(c.environment.name) or not c.environment.settings,
          "environment.settings are given, but environment.name is empty: name the environment that takes them")  # fmt: skip
     _check_addresses(c.ledger.addresses, c.ledger.standbys)
+    need(not c.ledger.standbys or bool(c.ledger.addresses) or c.ledger.address.endswith(":0"),
+         f"ledger.standbys = {c.ledger.standbys}: servers cannot share ledger.address = {c.ledger.address!r}; end it in :0, or "
+         "list an address for each under ledger.addresses")  # fmt: skip
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     for index, worker in enumerate(c.workers):
         _check_worker(worker, f"workers[{index}]", c.sampling.max_new_tokens)
