@@ -22,6 +22,7 @@ from rollbook.core.errors import DeadlineExceeded, RollbookError, Standby, Unava
 from rollbook.core.records import LeaseGrant, SubmitOutcome
 from rollbook.rpc.address import addresses_in, announced, holder_index
 from rollbook.rpc.client import LedgerClient
+from rollbook.supervise import local, watchdog
 from run_support import CONFIG, ROLLBOOK, TinyRun, environment, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -250,5 +251,33 @@ def test_a_supervised_holder_that_was_stopped_comes_back_as_the_standby_and_the_
         epochs = [json.loads(r["detail_json"])["epoch"] for r in rows["event"] if r["kind"] == "server_attached"]
         assert sorted(epochs) == list(range(1, len(epochs) + 1)) and len(epochs) >= 2
         assert oracle.findings(rows, run.dir, steps=3) == []
+    finally:
+        run.end()
+
+
+def test_a_supervised_holder_that_hangs_is_killed_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On SQLite, where nobody else could take its place; in this process, so that the bound can be short."""
+    monkeypatch.setattr(local, "HANG_S_MIN", 6.0)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 2.0)
+    for name, value in environment(ROLLBOOK_FAILPOINTS="learner.before_plan=delay:1.5").items():
+        monkeypatch.setenv(name, value)
+    run, events, stopped_pids = TinyRun(tmp_path), [], []
+    overrides = ["ledger.role_ttl_s=3.0", "ledger.standbys=1"]
+    arguments = [str(run.config), *(part for one in overrides for part in ("--set", one))]
+    supervisor = local.LocalSupervisor(load_config(run.config, overrides), arguments, events.append)
+
+    def stop_the_second_holder(point: object) -> None:
+        os.kill(run.records()["ledger"].pid, signal.SIGKILL)
+        wait_until("the standby has the lock", lambda: holder_index(run.dir) == 1)
+        record = run.records()["ledger-1"]
+        assert record.signal(signal.SIGSTOP)
+        stopped_pids.append(record.pid)
+
+    try:
+        assert supervisor.run(stop_the_second_holder)
+        assert any("the ledger server lives but has answered nothing" in event for event in events), events
+        assert any(event.startswith("ledger-1 died (killed by SIGKILL)") for event in events), events
+        assert run.alive() == [] and not Path(f"/proc/{stopped_pids[0]}").exists()
+        assert run.command("audit", str(run.dir))[0] == 0
     finally:
         run.end()
