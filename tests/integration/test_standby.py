@@ -101,6 +101,14 @@ def servers(tmp_path: Path, database: str) -> Iterator[Servers]:
     made.end()
 
 
+def submit(client: LedgerClient, scene: Scene, *grants: LeaseGrant) -> list[SubmitOutcome]:
+    """Submit the sample of each slot, in one call, under a number of its own."""
+    samples = [
+        sample_for(grant, scene.incarnation, sequence=2 * grant.key.ordinal + grant.key.sibling + 1) for grant in grants
+    ]
+    return [result.outcome for result in client.submit_samples(samples)]
+
+
 class Submitting:
     """A worker's calls in a thread of their own: samples go on one by one, each until it is answered."""
 
@@ -115,8 +123,7 @@ class Submitting:
     def _run(self) -> None:
         try:
             for grant in self._grants:
-                result = self._client.submit_samples([sample_for(grant, self._scene.incarnation)])
-                self.outcomes += [r.outcome for r in result]
+                self.outcomes += submit(self._client, self._scene, grant)
         except Exception as error:  # noqa: BLE001  thread boundary: the test looks at it
             self.failure = error
 
@@ -128,7 +135,7 @@ class Submitting:
 
 
 def opened(servers: Servers, client: LedgerClient) -> tuple[Scene, tuple[LeaseGrant, ...]]:
-    """A run with eight leased slots."""
+    """A run with six leased slots of eight."""
     scene = Scene(client, run_record(servers.config))  # type: ignore[arg-type]
     scene.feed(4)
     grants = scene.lease(8)
@@ -159,7 +166,7 @@ def test_a_standby_takes_the_place_of_a_holder_that_is_killed(servers: Servers) 
     holder, _ = servers.both()
     with servers.client() as client:
         scene, grants = opened(servers, client)
-        assert scene.submit(grants[:1]) == [SubmitOutcome.ACCEPTED]
+        assert submit(client, scene, grants[0]) == [SubmitOutcome.ACCEPTED]
         with servers.client(announced(servers.dir)[1], retry_total_s=0.0) as direct, pytest.raises(Standby):
             direct.run_status()
         holder.kill()
@@ -177,7 +184,7 @@ def test_a_holder_stopped_inside_a_transaction_is_replaced_and_changes_nothing_w
     old = announced(servers.dir)[0]
     with servers.client() as client:
         scene, grants = opened(servers, client)
-        assert scene.submit(grants[:1]) == [SubmitOutcome.ACCEPTED]
+        assert submit(client, scene, grants[0]) == [SubmitOutcome.ACCEPTED]
         late = Submitting(servers, scene, grants[1:])
         stopped(holder)
         asked = servers.client(old, retry_total_s=0.0, timeout_s=120.0)
@@ -214,7 +221,7 @@ def test_a_standby_on_sqlite_waits_for_the_lock_and_outlives_a_stopped_holder_on
         holder, _ = servers.both()
         with servers.client(timeout_s=2.0) as client:
             scene, grants = opened(servers, client)
-            assert scene.submit(grants[:2]) == [SubmitOutcome.ACCEPTED] * 2
+            assert submit(client, scene, *grants[:2]) == [SubmitOutcome.ACCEPTED] * 2
             holder.send_signal(signal.SIGSTOP)
             stopped(holder)
             with servers.client(timeout_s=1.0, retry_total_s=0.0) as once, pytest.raises(DeadlineExceeded):

@@ -405,6 +405,7 @@ class World(Nemesis):
                 mock.patch("rollbook.ledger.dialects.SQLITE_BUSY_MS", 0),  # one thread: nobody would let the lock go meanwhile
                 mock.patch("rollbook.ledger.base.RECHECK_S", 2.0),
                 mock.patch("rollbook.tasks.feeder._POLL_S", 1.0),
+                mock.patch("rollbook.cli.standby.POLL_S", 1.5),
                 mock.patch("simulation.policy.outage", self.options.outage),
                 mock.patch("rollbook.learner.loop.load_policy", policy.load_policy),
                 mock.patch("rollbook.learner.replay.load_policy", policy.load_policy),
