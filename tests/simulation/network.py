@@ -78,7 +78,9 @@ class SimServer:
 
     def __init__(self, network: Network, process: Process, ledger: Any, run_id: str, on_fenced: Callable[[], None]) -> None:
         self.process = process
-        self._standing = Standing(lambda: not ledger.fenced, on_fenced)
+        self.serves = True
+        """What a watcher of this server's health is told."""
+        self._standing = Standing(ledger.holds_role, on_fenced)
         self._methods: dict[str, grpc.RpcMethodHandler] = {}
         pb_grpc.add_LedgerServiceServicer_to_server(LedgerServicer(ledger, 96), self)
         guard = Guard(run_id, self._standing)
@@ -97,6 +99,9 @@ class SimServer:
     @property
     def fenced(self) -> bool:
         return self._standing.fenced
+
+    def shows_serving(self, serves: bool) -> None:
+        self.serves = serves
 
     def stop(self, grace_s: float) -> None:
         self._network.close(self)
@@ -260,6 +265,7 @@ class Channel:
             (reply,) = self._network.call(self._process, self._address, method, request_serializer(request), timeout)
             return response_deserializer(reply)
 
+        call.future = lambda request, timeout: Answer(lambda: call(request, timeout))  # type: ignore[attr-defined]
         return call
 
     def unary_stream(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Callable[..., Any]:
@@ -275,6 +281,16 @@ class Channel:
 
     def close(self) -> None:
         pass
+
+
+class Answer:
+    """grpc.Future of one call, which is made when somebody waits for it and is there within the deadline of the call."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+
+    def result(self, timeout: float) -> Any:
+        return self._call()
 
 
 class Stream:

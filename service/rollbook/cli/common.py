@@ -22,7 +22,7 @@ from rollbook.core.host import incarnation
 from rollbook.core.ports import LedgerPort
 from rollbook.core.security import OBSERVER
 from rollbook.observe import failpoints
-from rollbook.rpc.address import address_in
+from rollbook.rpc.address import addresses_in
 from rollbook.rpc.client import LedgerClient
 from rollbook.rpc.credentials import client_access
 
@@ -88,13 +88,13 @@ def address_file(config: Config) -> Path:
 
 
 def client_for(config: Config, retry_s: float = 120.0, role: str = OBSERVER) -> LedgerClient:
-    """A client of the run's ledger server; address and token are read again whenever it reconnects.
+    """A client of the run's ledger servers; addresses and token are read again whenever it reconnects.
 
     ``role`` names whose token it takes from ``security.token_dir`` when the environment gives none.
     """
     return LedgerClient(
-        address_in(config.run.dir), config.run.id, retry_total_s=retry_s, access=client_access(config.security, role, os.environ),
-        max_message_bytes=config.security.message_bytes_max,
+        addresses_in(config.run.dir, config.ledger.addresses), config.run.id, retry_total_s=retry_s,
+        access=client_access(config.security, role, os.environ), max_message_bytes=config.security.message_bytes_max,
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def ledger_of(config: Config, retry_s: float = 120.0, role: str = OBSERVER) -> I
 
 def answering(config: Config, role: str = OBSERVER) -> bool:
     """Whether the run's own ledger server answers at the address it wrote."""
-    if not address_file(config).exists():
+    if not (address_file(config).exists() or config.ledger.addresses):
         return False
     try:
         with client_for(config, retry_s=0.0, role=role) as client:

@@ -40,6 +40,10 @@ def register(commands: argparse._SubParsersAction) -> None:
             parser.add_argument("--index", type=int, default=0, help="which worker of the configuration this is, from 0")
         if name == "ledger":
             add_accept(parser)
+            parser.add_argument(
+                "--index", type=int, default=0, help="which ledger server of the configuration this is, from 0; the others wait"
+            )
+            parser.add_argument("--standby", action="store_true", help="wait until the role is free, as every index but 0 does")
         parser.set_defaults(function=function)
 
 
@@ -65,13 +69,18 @@ def _begin(role: str, args: argparse.Namespace) -> tuple[Config, threading.Event
 
 
 def run_ledger(args: argparse.Namespace) -> int:
-    """Open the database, take the ledger fence, serve until told to stop or fenced."""
+    """Open the database, take the ledger fence, serve until told to stop or fenced; a standby first waits for the fence."""
     from rollbook.cli.record import run_record
     from rollbook.cli.serving import serve_ledger
+    from rollbook.cli.standby import serve_in_turn, server_index
 
     config, stop = _begin("ledger", args)
     forget_tokens(os.environ)
-    serve_ledger(config, run_record(config), stop, accept=args.accept)
+    index = server_index(config, args.index, args.standby)
+    if index is None:
+        serve_ledger(config, run_record(config), stop, accept=args.accept)
+    else:
+        serve_in_turn(config, run_record(config), stop, index=index, accept=args.accept)
     return 0
 
 

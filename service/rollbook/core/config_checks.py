@@ -48,6 +48,7 @@ AT_LEAST: dict[str, float] = {
     "learner.lr": 0, "learner.warmup_steps": 0, "learner.threads": 1, "learner.fork_tolerance": 0, "ledger.attempts_max": 1,
     "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
     "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
+    "ledger.standbys": 0,
     "environment.turns_max": 1,
     "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
     "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1, "security.message_bytes_max": 2 << 20,
@@ -118,6 +119,10 @@ def check(c: Config) -> None:
          "or one lost heartbeat loses the lease")  # fmt: skip
     need(bool(c.environment.name) or not c.environment.settings,
          "environment.settings are given, but environment.name is empty: name the environment that takes them")  # fmt: skip
+    _check_addresses(c.ledger.addresses, c.ledger.standbys)
+    need(not c.ledger.standbys or bool(c.ledger.addresses) or c.ledger.address.endswith(":0"),
+         f"ledger.standbys = {c.ledger.standbys}: servers cannot share ledger.address = {c.ledger.address!r}; end it in :0, or "
+         "list an address for each under ledger.addresses")  # fmt: skip
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     check_security(c)
     for index, worker in enumerate(c.workers):
@@ -130,6 +135,18 @@ def check(c: Config) -> None:
              "module:attribute, file.py:attribute, or the name of an installed environment")  # fmt: skip
     else:
         need(bool(c.task.path), f"task.path is missing: the {c.task.source} file to read")
+
+
+def _check_addresses(addresses: tuple[str, ...], standbys: int) -> None:
+    for index, address in enumerate(addresses):
+        host, _, port = address.rpartition(":")
+        need(bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
+             f"ledger.addresses[{index}] = {address!r}: write host:port with the port that clients dial, for example "
+             "10.0.0.5:7001")  # fmt: skip
+    need(len(set(addresses)) == len(addresses), f"ledger.addresses = {list(addresses)}: one of them is listed twice")
+    need(not addresses or len(addresses) > standbys,
+         f"ledger.addresses lists {len(addresses)} servers, ledger.standbys = {standbys} needs {standbys + 1}: the holder and "
+         "each standby have one")  # fmt: skip
 
 
 def _at(c: Config, path: str) -> Any:

@@ -83,6 +83,10 @@ class ServerFenced(Unavailable):
     """This ledger server lost its role and answers nothing any more; call its successor, found at the run's address."""
 
 
+class Standby(Unavailable):
+    """This ledger server does not hold the run's role; call the one that does, found at the run's addresses."""
+
+
 class StorageFull(Unavailable):
     """The ledger's storage is full; nothing was acknowledged, writes resume when space is freed."""
 

@@ -276,6 +276,12 @@ class LedgerConfig:
     address: str = "127.0.0.1:0"
     """host:port to listen on; port 0 picks a free one and writes it to the run directory. Beyond loopback only with
     ``security.tokens`` and ``security.certificate``."""
+    addresses: tuple[str, ...] = ()
+    """host:port of every ledger server, the one with index K at position K, for runs whose servers have fixed places; takes the
+    place of ``address``, and clients go round it. Empty: each server listens as ``address`` says and tells the run directory."""
+    standbys: int = 0
+    """Ledger servers that wait for the holder of the run's role to vanish. Anywhere on PostgreSQL; on the same machine on SQLite,
+    where the file's lock decides and a holder that is merely stopped must be killed first (a supervisor does)."""
     lease_ttl_s: float = 30.0
     """A slot whose worker is silent this long is leased again."""
     heartbeat_s: float = 5.0

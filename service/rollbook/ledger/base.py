@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from rollbook.core.errors import Fenced, NotFound, NotReady, ServerFenced, Unavailable
+from rollbook.core.errors import Fenced, NotFound, NotReady, ServerFenced, Standby, Unavailable
 from rollbook.core.host import host
 from rollbook.core.ports import Clock
 from rollbook.core.records import (
@@ -42,6 +42,8 @@ RECHECK_S = 1.0
 SETTLE_S = 0.02
 """A waiting verb looks again at most this often, and spends at most a fifth of its time looking."""
 EVENT_ROWS_MAX = 500
+DOUBT_S = 1.0
+"""How long a term that could not be renewed is taken for lost before the database is asked again."""
 
 
 class Bell:
@@ -89,6 +91,7 @@ class LedgerBase:
     _run: RunRecord | None = None
     _term: RoleTerm | None = None
     _term_ends_s: float = 0.0
+    _doubtful_until_s: float = float("-inf")
     _fenced: ServerFenced | None = None
     _draining: bool = False
     _watermark: int = 0
@@ -145,15 +148,23 @@ class LedgerBase:
         return now_us
 
     def holds_role(self) -> bool:
-        """Whether this server may answer now: not superseded, and its own term has not run out unrenewed (R12)."""
+        """Whether this server may answer now: not superseded, and its own term has not run out unrenewed (R12).
+
+        Raises Standby when the term is over and the database does not say whether somebody else has taken the role.
+        """
         if self._fenced is not None:
             return False
         if self._term is None or self._clock.monotonic() < self._term_ends_s:
             return True
+        if self._clock.monotonic() < self._doubtful_until_s:
+            raise Standby("this server's term is over and could not be renewed; another one may hold the role")
         try:
             self.renew_self()
-        except Unavailable:
+        except ServerFenced:
             return False
+        except Unavailable as error:
+            self._doubtful_until_s = self._clock.monotonic() + DOUBT_S
+            raise Standby(f"this server's term is over and was not renewed ({error}); another one may hold the role") from error
         return True
 
     def _on_fenced(self, error: ServerFenced) -> None:

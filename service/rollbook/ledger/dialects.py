@@ -220,6 +220,9 @@ class Database:
             f"-c synchronous_commit=on -c statement_timeout={bound_ms} -c lock_timeout={bound_ms} "
             f"-c idle_in_transaction_session_timeout={bound_ms}"
         )
+        # The database gives up on a server that takes no answer in, as one that is stopped while a long one is sent: such a
+        # session is not idle, and would keep its row of the fence past the term.
+        write += f" -c tcp_user_timeout={bound_ms}"
         read = "-c default_transaction_read_only=on -c statement_timeout=600000 -c idle_in_transaction_session_timeout=600000"
         try:
             self.writer = sa.create_engine(

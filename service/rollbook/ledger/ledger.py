@@ -69,6 +69,11 @@ class Ledger(Roles, Survival):
             raise
         self._writer.guard = self._guard
 
+    @property
+    def exclusive(self) -> bool:
+        """True when having this database open proves that no other server lives (SQLite)."""
+        return self._database.exclusive
+
     def audit(self) -> list[Violation]:
         """Run every invariant in one snapshot; an empty list means clean."""
         with self._read() as conn:

@@ -85,6 +85,15 @@ class Roles(Failing):
         with self._database.reading() as conn:
             return list(conn.execute(sa.select(t.run.c.run_id).order_by(t.run.c.opened_at_us)).scalars())
 
+    def server_term(self, run_id: str) -> tuple[str, float] | None:
+        """Holder of the ``ledger`` role and the seconds its term still has (negative: over); None when nobody ever held it.
+
+        Only reads, and leaves no transaction open: what a standby asks again and again. Raises Unavailable.
+        """
+        with self._database.reading() as conn:
+            row = conn.execute(_fence_row(run_id, Role.LEDGER)).first()
+            return None if row is None else (row.holder, (row.expires_at_us - self._database.now_us(conn)) / 1e6)
+
     def _create(self, run: RunRecord) -> None:
         def create(txn: Txn) -> None:
             if txn.conn.execute(sa.select(t.run.c.run_id).where(t.run.c.run_id == run.run_id)).first():

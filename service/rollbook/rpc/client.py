@@ -64,7 +64,8 @@ class LedgerClient:
     """The ledger's verbs, called over the network; safe to share between threads.
 
     Args:
-        address: host:port, or a function that gives it (``rpc.address.address_in``); asked again for every new connection.
+        address: host:port, or a function that gives it or several (``rpc.address.addresses_in``); asked again for every new
+            connection.
         run_id: Run the caller belongs to; a server of another run refuses it.
         timeout_s: Deadline of one attempt; a long poll gets its wait on top.
         stream_timeout_s: Deadline of one attempt at the payload stream, which goes on where it broke.
@@ -76,8 +77,8 @@ class LedgerClient:
     """
 
     def __init__(
-        self, address: str | Callable[[], str], run_id: str, *, timeout_s: float = 10.0, stream_timeout_s: float = 60.0,
-        retry_total_s: float = 120.0, backoff_s: float = 0.1, backoff_max_s: float = 2.0,
+        self, address: str | Callable[[], str | Sequence[str]], run_id: str, *, timeout_s: float = 10.0,
+        stream_timeout_s: float = 60.0, retry_total_s: float = 120.0, backoff_s: float = 0.1, backoff_max_s: float = 2.0,
         max_message_bytes: int = MESSAGE_BYTES_MAX, clock: Clock | None = None, rng: random.Random | None = None,
         access: Access = STRANGER, dial: Dial | None = None,
     ) -> None:  # fmt: skip
@@ -90,7 +91,7 @@ class LedgerClient:
         self._max_message_bytes = max_message_bytes
         self._clock = clock or host()
         self._rng = rng or host().rng()
-        provider = (lambda: address) if isinstance(address, str) else address
+        provider: Callable[[], str | Sequence[str]] = (lambda: address) if isinstance(address, str) else address
         self._connection = Connection(provider, max_message_bytes, access, dial)
 
     def close(self) -> None:
@@ -296,8 +297,7 @@ class LedgerClient:
         retry = self._retry(method)
         while True:
             try:
-                with self._connection.link() as link:
-                    return link.call(method, request, self._timeout_s + wait_s)
+                return self._connection.call(method, request, self._timeout_s + wait_s)
             except RollbookError as error:
                 retry.wait_or_raise(error)
 

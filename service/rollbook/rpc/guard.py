@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from rollbook.core.errors import InvalidRequest, RollbookError, ServerFenced, WrongRun
+from rollbook.core.errors import InvalidRequest, RollbookError, ServerFenced, Unavailable, WrongRun
 from rollbook.core.host import host
 from rollbook.observe.metrics import RPC_SECONDS
 from rollbook.rpc import status
@@ -41,7 +41,7 @@ class Standing:
         self.listeners: list[Callable[[], None]] = []
 
     def check(self) -> None:
-        """Raise ServerFenced when the role is lost."""
+        """Raise ServerFenced when the role is lost, Standby while nobody can say whether it is."""
         if not self.fenced and self._holds_role is not None and not self._holds_role():
             self.fence()
         if self.fenced:
@@ -53,8 +53,8 @@ class Standing:
             self.fence()
         try:
             self.check()
-        except ServerFenced as fenced:
-            return fenced
+        except Unavailable as instead:
+            return instead
         return error
 
     def fence(self) -> None:

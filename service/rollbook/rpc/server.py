@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -53,6 +51,8 @@ class LedgerHealth(health.HealthServicer):
             self._standing.check()
         except ServerFenced:
             return False
+        except Unavailable:
+            return True  # not for good; whether the ledger answers is asked of it
         return True
 
     def _answers(self) -> bool:
@@ -88,6 +88,10 @@ class RunningServer:
         """Stop answering for good, as when the ledger itself reports the loss; for the owner of the role's renewal."""
         self._standing.fence()
 
+    def shows_serving(self, serves: bool) -> None:
+        """What watchers of the service's health are told; a check asks the ledger itself."""
+        self._checks.set(SERVICE, _SERVING if serves else _NOT_SERVING)
+
     def stop(self, grace_s: float = 5.0) -> None:
         """Refuse new calls, let the running ones end within ``grace_s``, then cut them off. May be called twice."""
         self._checks.enter_graceful_shutdown()
@@ -119,7 +123,7 @@ def serve(
         threads: Calls served at once; three quarters of them may be held long polls. Four times as many calls may be
             open, further ones are refused at once (the client repeats them).
         holds_role: Asked before a verb and again before its answer leaves; False means the role is lost. Left out, a
-            ledger that has a ``fenced`` attribute is asked for it.
+            ledger that has a method of this name is asked.
         on_fenced: Called once, in its own thread, when the role is lost or the ledger raises ServerFenced.
         interceptors: Placed outside the guard.
 
@@ -129,9 +133,7 @@ def serve(
     check_reach(address, security)
     credentials = server_credentials(security)
     grants = load_grants(security.tokens) if security.tokens else None
-    if holds_role is None and hasattr(ledger, "fenced"):
-        holds_role = partial(_is_not_fenced, ledger)
-    standing = Standing(holds_role, on_fenced)
+    standing = Standing(holds_role or getattr(ledger, "holds_role", None), on_fenced)
     checks = LedgerHealth(ledger, standing)
     standing.listeners.append(checks.enter_graceful_shutdown)
     pool, refusals = Pool(threads), Refusals()
@@ -152,10 +154,6 @@ def serve(
     port = _bind(server, address, credentials)
     server.start()
     return RunningServer(server, f"{_reachable_host(address)}:{port}", standing, checks, refusals)
-
-
-def _is_not_fenced(ledger: Any) -> bool:
-    return not ledger.fenced
 
 
 def _options(max_message_bytes: int, calls_open_max: int) -> list[tuple[str, int]]:

@@ -46,6 +46,7 @@ TABLE: dict[type[RollbookError], grpc.StatusCode] = {
     errors.RunPaused: _CODE.FAILED_PRECONDITION,
     errors.Unavailable: _CODE.UNAVAILABLE,
     errors.ServerFenced: _CODE.UNAVAILABLE,
+    errors.Standby: _CODE.UNAVAILABLE,
     errors.StorageFull: _CODE.UNAVAILABLE,
     errors.DeadlineExceeded: _CODE.DEADLINE_EXCEEDED,
     errors.Overloaded: _CODE.RESOURCE_EXHAUSTED,
@@ -146,6 +147,17 @@ def is_transport(call: grpc.Call) -> bool:
 def _retry_after_s(text: str) -> float:
     """Seconds a server asks for, within the bound; a foreign word is none."""
     return min(int(text) / 1000, RETRY_AFTER_S_MAX) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0.0
+
+
+def is_elsewhere(error: RollbookError) -> bool:
+    """True when a failed call is better repeated at another server: nobody answered there, or not the holder of the role.
+
+    Args:
+        error: as raised from the gRPC failure that it means.
+    """
+    if isinstance(error, errors.ServerFenced | errors.Standby):
+        return True
+    return isinstance(error, errors.Unavailable) and isinstance(error.__cause__, grpc.RpcError) and is_transport(error.__cause__)
 
 
 def _listed(error: RollbookError) -> type[RollbookError]:

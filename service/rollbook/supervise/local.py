@@ -4,8 +4,9 @@ Owns start order, restarts with budget and backoff, graceful drain and the end o
 after any death the role is started again and finds its place through the ledger (P9). Before a successor of a fenced
 role starts, its predecessor and all it had started are dead (R12).
 
-Order: ledger first; when it has answered where the run stands, feeder, learner and workers together, unless nothing is
-left to do. A run is over when the learner exits 0; then workers and feeder drain, then the ledger stops.
+Order: the ledger and its standbys first; when the run's position was answered, feeder, learner and workers together, unless
+nothing is left to do. A run is over when the learner exits 0; then workers and feeder drain, then the standbys stop, and the
+ledger server that holds the role last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rollbook.core.config import Config, WorkerConfig
 from rollbook.core.errors import ConfigError, RestartBudgetSpent, RollbookError, RunPaused, Unavailable
 from rollbook.core.records import ResumePoint
 from rollbook.core.security import supervised_tokens
-from rollbook.supervise import logs
+from rollbook.supervise import ledgers, logs
 from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED, RestartPolicy
 from rollbook.supervise.process import Launcher, ProcessTable, RoleProcess, role_command, spawn, start
 from rollbook.supervise.watchdog import Watchdog, Watched
@@ -90,14 +91,18 @@ class LocalSupervisor:
         (self.dir / "supervisor").mkdir(parents=True, exist_ok=True)
         self._lock_fd = _lock(self.dir / "supervisor" / "lock", config.run.id)
         self.table = ProcessTable(self.dir / "supervisor" / "processes.json")
-        self._ledger = self._child("ledger", "ledger", *config_args, *(f"--accept={name}" for name in accept))
+        accepted = [f"--accept={name}" for name in accept]
+        self._ledgers = [
+            self._child(name, "ledger", *config_args, *accepted, *which)
+            for name, which in ledgers.server_arguments(config).items()
+        ]
         self._learner = self._child("learner", "learner", *config_args, threads=config.learner.threads)
         self._others = [self._child("feeder", "feeder", *config_args), self._learner]
         for index, worker in enumerate(worker_list(config)):
             self._others.append(
                 self._child(f"worker-{index}", "worker", *config_args, "--index", str(index), threads=worker.threads)
             )
-        self.children = [self._ledger, *self._others]
+        self.children = [*self._ledgers, *self._others]
         self._log = self.dir / "logs" / "supervisor.log"
         self._watchdog = Watchdog(config, self._watched, self._emit)
         self._logs_checked_at = 0.0
@@ -139,10 +144,11 @@ class LocalSupervisor:
         """
         try:
             self._end_leftovers()
-            self._forget_address()
+            ledgers.forget_servers(self.dir)
             self._watchdog.start()
             while not (self._learner.finished or self._stopping.is_set()):
-                self._tend(self._ledger)
+                for child in self._ledgers:
+                    self._tend(child)
                 if self._is_open(on_open):
                     for child in self._others:
                         self._tend(child)
@@ -182,9 +188,8 @@ class LocalSupervisor:
                 self._emit(f"ending {record.name} (pid {', '.join(map(str, left))}) left by an earlier supervisor")
                 record.end(KILL_S)
 
-    def _forget_address(self) -> None:
-        """A dead server's port may be somebody else's by now."""
-        (self.dir / "ledger.address").unlink(missing_ok=True)
+    def _is_ledger(self, child: _Child) -> bool:
+        return any(child is one for one in self._ledgers)
 
     def _tend(self, child: _Child) -> None:
         """Start it when due; notice its end."""
@@ -196,13 +201,13 @@ class LocalSupervisor:
             return
         code = child.process.exit_code()
         if code is None:
-            if child is self._ledger:
-                self._end_hung_ledger(child.process)
+            if self._is_ledger(child):
+                self._end_hung_ledger(child.name, child.process)
             return
         child.process = None
-        if child is self._ledger:
-            self._forget_address()
-        if code == 0 and child is not self._ledger:
+        if self._is_ledger(child):
+            ledgers.forget_server(self.dir, child.name)
+        if code == 0 and not self._is_ledger(child):
             child.finished = True
             return
         self._on_death(child, _how(code), code)
@@ -221,9 +226,9 @@ class LocalSupervisor:
         if child.policy.n_deaths:
             self._emit(f"{child.name} started again (pid {child.process.record.pid})")
 
-    def _end_hung_ledger(self, process: RoleProcess) -> None:
+    def _end_hung_ledger(self, name: str, process: RoleProcess) -> None:
         bound_s = max(HANG_S_MIN, 2 * self.config.ledger.role_ttl_s)
-        if self._watchdog.unanswered_s < bound_s:
+        if self._watchdog.unanswered_s < bound_s or name != ledgers.holder(self.dir):
             return
         self._emit(f"the ledger server lives but has answered nothing for {bound_s:.0f} s; killing it (its term is over)")
         process.record.signal(signal.SIGUSR1) if process.record.catches(signal.SIGUSR1) else None
@@ -250,14 +255,16 @@ class LocalSupervisor:
         child.restart_at = now + wait
 
     def _drain(self, on_drained: Callable[[], None]) -> None:
-        """Workers and feeder finish their batch, the learner its step; the ledger stops last."""
+        """Workers and feeder finish their batch, the learner its step; then standbys stop, who holds the ledger's role last."""
         if self._stopping.is_set() and not self._learner.finished:
             self._emit("stopping: the step and the batches in hand are finished first; a second signal kills at once")
         try:
             self._stop_all(self._others)
             on_drained()
         finally:
-            self._stop_all([self._ledger])
+            holder = ledgers.holder(self.dir)
+            self._stop_all([child for child in self._ledgers if child.name != holder])
+            self._stop_all([child for child in self._ledgers if child.name == holder])
 
     def _stop_all(self, group: Sequence[_Child]) -> None:
         """Ask, wait for ``drain_s``, kill; while others drain, a ledger server that dies is started again."""
@@ -268,8 +275,8 @@ class LocalSupervisor:
         while running := [c for c in group if c.process is not None and c.process.exit_code() is None]:
             if self._at_once.is_set() or time.monotonic() >= deadline:
                 break
-            if self._ledger not in group:
-                self._keep_ledger()
+            if not any(self._is_ledger(child) for child in group):
+                self._keep_ledgers()
             time.sleep(POLL_S)
         for child in running:
             late = "" if self._at_once.is_set() else f" did not stop within {self.config.supervisor.drain_s:.0f} s"
@@ -280,12 +287,13 @@ class LocalSupervisor:
         for child in group:
             child.process, child.restart_at = None, None
 
-    def _keep_ledger(self) -> None:
-        try:
-            self._tend(self._ledger)
-        except RollbookError as error:
-            self._ledger.restart_at = None
-            self._emit(f"the ledger server is gone while the others drain: {error}")
+    def _keep_ledgers(self) -> None:
+        for child in self._ledgers:
+            try:
+                self._tend(child)
+            except RollbookError as error:
+                child.restart_at = None
+                self._emit(f"{child.name}, a ledger server, is gone while the others drain: {error}")
 
     def _bound_logs(self) -> None:
         if time.monotonic() - self._logs_checked_at < LOGS_EVERY_S:

@@ -21,7 +21,7 @@ from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError, DeadlineExceeded, PermissionDenied, RollbookError, Unauthenticated, Unavailable
 from rollbook.core.records import ResumePoint
 from rollbook.core.security import OBSERVER
-from rollbook.rpc.address import address_in
+from rollbook.rpc.address import addresses_in
 from rollbook.rpc.client import LedgerClient
 from rollbook.rpc.credentials import client_access
 from rollbook.supervise import logs
@@ -51,7 +51,7 @@ class Watchdog:
         """``watched`` lists the live roles, ``emit`` tells a person."""
         self._config, self._watched, self._emit = config, watched, emit
         self._client = LedgerClient(
-            address_in(config.run.dir), config.run.id, timeout_s=ANSWER_S, retry_total_s=0.0,
+            addresses_in(config.run.dir, config.ledger.addresses), config.run.id, timeout_s=ANSWER_S, retry_total_s=0.0,
             access=client_access(config.security, OBSERVER, os.environ),
         )  # fmt: skip
         self._stalls = Path(config.run.dir) / "supervisor" / "stalls"
