@@ -6,11 +6,12 @@ transaction reads the server's fence row first, and reads stop when the server's
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
@@ -29,11 +30,14 @@ from rollbook.core.records import (
     SlotKey,
 )
 from rollbook.ledger import schema as t
-from rollbook.ledger.dialects import Database, Partitions
-from rollbook.ledger.writer import Txn, Writer
+from rollbook.ledger.dialects import Database, is_conflict
+from rollbook.ledger.partitions import Partitions
+from rollbook.ledger.writer import CONFLICT_RETRIES_MAX, CONFLICT_WAIT_S, Txn, Writer
 from rollbook.observe.failpoints import failpoint
 
 T = TypeVar("T")
+P = ParamSpec("P")
+L = TypeVar("L", bound="LedgerBase")
 
 WAIT_MAX_S = 60.0
 """Longest time a reply is held, whatever the caller asks for."""
@@ -75,6 +79,24 @@ class Bell:
     @property
     def closed(self) -> bool:
         return self._closed
+
+
+def again_on_conflict(verb: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
+    """A verb that only reads, read again a bounded number of times where PostgreSQL broke it off in favour of another."""
+
+    @functools.wraps(verb)
+    def read(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
+        for attempt in range(CONFLICT_RETRIES_MAX):
+            try:
+                return verb(self, *args, **kwargs)
+            except Unavailable as error:
+                if not is_conflict(error):
+                    raise
+                self._writer.conflicts += 1
+                host().sleep(CONFLICT_WAIT_S * 2**attempt)
+        return verb(self, *args, **kwargs)
+
+    return read
 
 
 class LedgerBase:

@@ -15,7 +15,7 @@ from rollbook.core.errors import CursorMoved, InvalidRequest
 from rollbook.core.idempotency import digest, sample_seed
 from rollbook.core.records import Cursor, GroupSpec, Role, RoleTerm, SlotKey
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import LedgerBase
+from rollbook.ledger.base import LedgerBase, again_on_conflict
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
@@ -26,6 +26,7 @@ GROUPS_MAX = 10_000
 class Feeding(LedgerBase):
     """Verbs of the feeder."""
 
+    @again_on_conflict
     def cursor(self, stream: str) -> Cursor:
         """Where the stream stands; a fresh stream starts at the run's next ordinal (0 in a new run) with state ``{}``."""
         run_id = self.run.run_id
@@ -143,6 +144,7 @@ class Feeding(LedgerBase):
             ],
         )
 
+    @again_on_conflict
     def feed_demand(self, lookahead_groups: int) -> int:
         """How many further groups the feeder should append so that ``lookahead_groups`` unopened ones wait.
 

@@ -15,9 +15,10 @@ from rollbook.core.host import host
 from rollbook.core.ports import Clock
 from rollbook.core.records import Violation
 from rollbook.ledger.audit import Subject, run_audit
-from rollbook.ledger.base import Bell
-from rollbook.ledger.dialects import Database, Partitions
+from rollbook.ledger.base import Bell, again_on_conflict
+from rollbook.ledger.dialects import Database
 from rollbook.ledger.migrate import prepare
+from rollbook.ledger.partitions import Partitions
 from rollbook.ledger.roles import Roles, expire_term
 from rollbook.ledger.survival import Survival
 from rollbook.ledger.writer import Writer
@@ -67,6 +68,7 @@ class Ledger(Roles, Survival):
             raise
         self._writer.guard = self._guard
 
+    @again_on_conflict
     def audit(self) -> list[Violation]:
         """Run every invariant in one snapshot; an empty list means clean."""
         with self._read() as conn:

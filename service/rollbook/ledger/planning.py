@@ -33,7 +33,7 @@ from rollbook.core.records import (
 )
 from rollbook.core.staleness import base_version, fixed_ordinals, head_lag, oldest_effective
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import pairs, unavailable_when_closed
+from rollbook.ledger.base import again_on_conflict, pairs, unavailable_when_closed
 from rollbook.ledger.breaker import BreakerState
 from rollbook.ledger.submitting import Submitting, orphan_reason, unpack_versions
 from rollbook.ledger.writer import Txn
@@ -361,6 +361,7 @@ class Planning(Submitting):
         ).first()  # fmt: skip
         return stored if before is None else replace(stored, obeys=PlanOutcome(before.outcome), reason=before.reason)
 
+    @again_on_conflict
     def read_plan(self, lineage: int, step: int) -> Plan:
         """A stored plan with its outcome, along the ancestry. Raises NotFound."""
         with self._read() as conn:
@@ -386,6 +387,7 @@ class Planning(Submitting):
                     )
                 yield SampleData(item.key, row.prompt_ids, stored_trajectory(row), row.reward, item.payload_digest)
 
+    @again_on_conflict
     def sample(self, key: SlotKey) -> SampleData:
         """One stored sample with its payload, digest verified. Raises UnknownSlot, NotFound (no sample yet), DigestMismatch."""
         with self._read() as conn:

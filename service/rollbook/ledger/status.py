@@ -15,7 +15,7 @@ from rollbook.core.errors import UnknownSlot
 from rollbook.core.records import Blame, FinishReason, PlanOutcome, SlotKey
 from rollbook.core.staleness import fixed_ordinals
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import pairs
+from rollbook.ledger.base import again_on_conflict, pairs
 from rollbook.ledger.tools import Tools
 
 RATE_WINDOW_S = 60
@@ -28,6 +28,7 @@ SILENT_EVENTS = ("lease_expired",)
 class Status(Tools):
     """Verbs that only look."""
 
+    @again_on_conflict
     def run_status(self) -> dict[str, Any]:
         """The run at a glance; keys as ``LedgerPort.run_status`` lists them."""
         run = self.run
@@ -66,6 +67,7 @@ class Status(Tools):
             }  # fmt: skip
         state["writer"] = {
             "commits": self._writer.commits, "operations": self._writer.operations, "waiting": self._writer.queue_depth(),
+            "conflicts": self._writer.conflicts,
         }  # fmt: skip
         return state
 
@@ -245,6 +247,7 @@ class Status(Tools):
         ).one()  # fmt: skip
         return {"samples_per_s": round(n / window_s, 3), "tokens_per_s": round(int(tokens) / window_s, 3)}
 
+    @again_on_conflict
     def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict[str, Any]]:
         """Metrics stored with finished plans along the ancestry, one dict per step in order."""
         with self._read() as conn:
@@ -262,6 +265,7 @@ class Status(Tools):
             for r in conn.execute(query)
         ]
 
+    @again_on_conflict
     def explain(self, key: SlotKey) -> dict[str, Any]:
         """The whole story of one rollout in order: issue, leases, failures, tool calls, sample, plan, step, checkpoint.
 

@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from rollbook.core.records import PlanOutcome, VerdictKind
 from rollbook.core.survival import UNKNOWN, octave_names
 from rollbook.ledger import schema as t
+from rollbook.ledger.base import again_on_conflict
 from rollbook.ledger.breaker import CLOSED, OPENED
 from rollbook.ledger.status import Status
 
@@ -55,6 +56,7 @@ def _steps(value: Any, ends: Sequence[float]) -> Any:
 class Survival(Status):
     """The verb about drop bias."""
 
+    @again_on_conflict
     def survival(self) -> dict[str, Any]:
         """Opened slots by dimension and bucket; keys as ``LedgerPort.survival`` lists them."""
         with self._read() as conn:
