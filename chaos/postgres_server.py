@@ -1,4 +1,4 @@
-"""Private PostgreSQL servers for tests and drills: own data directory, unix socket and loopback, fsync on; one may follow another.
+"""Private PostgreSQL servers for tests and drills: own data directory, unix socket and loopback, fsync on; one may be a standby.
 
 Raises ``NotObtainable`` with the reason when no server can be had; the caller turns it into a named skip.
 """

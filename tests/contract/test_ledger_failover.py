@@ -16,7 +16,8 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
-from ledger_support import Scene
+from ledger_support import Scene, run_record
+
 from ledger_bench import Bench
 from postgres_server import NotObtainable, PostgresServer, StandbyServer, both
 from rollbook.core.errors import ConfigError, DeadlineExceeded, RoleHeld, ServerFenced, Unavailable
@@ -84,7 +85,7 @@ def pair() -> Iterator[tuple[PostgresServer, StandbyServer]]:
 def test_a_killed_primary_is_followed_by_its_synchronous_standby_without_a_lost_acknowledgement(pair, clock) -> None:
     primary, standby = pair
     bench = Bench(both(primary, standby), clock)
-    s = bench.scene(max_lag_versions=1000)
+    s = Scene(bench.open(ordinals_per_partition=1000), run_record(max_lag_versions=1000))
     s.feed(200)
     acknowledged: list[SlotKey] = []
     enough = threading.Event()
@@ -253,14 +254,14 @@ def test_a_read_broken_off_by_a_deadlock_is_made_again(postgres_url: str, clock)
 
 def test_randomly_terminated_backends_lose_nothing_and_the_ledger_recovers(postgres_url: str, clock) -> None:
     bench = Bench(postgres_url, clock)
-    s = bench.scene(max_lag_versions=1000)
+    s = Scene(bench.open(ordinals_per_partition=1000), run_record(max_lag_versions=1000))
     s.feed(40)
-    dice, over, killed = random.Random(5), threading.Event(), []
+    dice, go, over, killed = random.Random(5), threading.Semaphore(0), threading.Event(), []
 
     def killer() -> None:
         others = "SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname = current_database()"
         with psycopg.connect(plain(postgres_url), autocommit=True) as conn:
-            while not over.wait(0.05):
+            while go.acquire(timeout=BOUND_S) and not over.wait(dice.random() / 50):
                 if pids := [row[0] for row in conn.execute(others)]:
                     conn.execute("SELECT pg_terminate_backend(%s)", (dice.choice(pids),))
                     killed.append(1)
@@ -269,9 +270,11 @@ def test_randomly_terminated_backends_lose_nothing_and_the_ledger_recovers(postg
     thread.start()
     acknowledged: list[SlotKey] = []
     for _ in range(40):
+        go.release()  # one backend per round: more would be faster than a slow machine can come back
         acknowledged += one_more(s)
         until(s.ledger.resume_point)
     over.set()
+    go.release()
     thread.join(BOUND_S)
     assert killed
     assert until(s.ledger.run_status)["submits"]["accepted"] == len(acknowledged) == 80

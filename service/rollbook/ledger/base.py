@@ -11,11 +11,12 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
-from rollbook.core.errors import Fenced, NotFound, NotReady, ServerFenced, Unavailable
+from rollbook.core.errors import Expired, Fenced, NotFound, NotReady, ServerFenced, Unavailable
 from rollbook.core.host import host
 from rollbook.core.ports import Clock
 from rollbook.core.records import (
@@ -99,6 +100,16 @@ def again_on_conflict(verb: Callable[Concatenate[L, P], T]) -> Callable[Concaten
     return read
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How far back a run's rows are kept (R16)."""
+
+    low_watermark: int = 0
+    """Groups with smaller ordinals are gone or going."""
+    replayable_from: int = 1
+    """First step of which every item is kept."""
+
+
 class LedgerBase:
     """Context and helpers of ``Ledger``."""
 
@@ -115,6 +126,8 @@ class LedgerBase:
     _draining: bool = False
     _watermark: int = 0
     """Every group below it is planned or has a terminal verdict; counts start here."""
+    _kept: Kept = Kept()
+    """What retention has let go, as of the last commit."""
     _lineages: tuple[Lineage, ...] = ()
     """Oldest first; every one but the first forks from the one before it."""
     _sequence: itertools.count[int] = itertools.count()
@@ -250,6 +263,22 @@ class LedgerBase:
         # By the plain number SQLite would walk through every event of the run instead of the index of kinds.
         return conn.execute(rows.order_by((e.seq + 0).desc()).limit(n)).all()
 
+    def _refuse_expired(self, ordinal: int) -> None:
+        """Raises Expired for a group that retention has let go."""
+        if ordinal < (low := self._kept.low_watermark):
+            raise Expired(
+                f"group {ordinal} is below the low watermark {low} of run {self.run.run_id!r}: its rows were let go under "
+                "[retention], only their counts are left (rollbook status)"
+            )
+
+    def _refuse_unreplayable(self, step: int) -> None:
+        """Raises Expired for a step with items that retention has let go."""
+        if step < (first := self._kept.replayable_from):
+            raise Expired(
+                f"step {step} of run {self.run.run_id!r} cannot be replayed any more: its rollouts were let go under "
+                f"[retention]. Replayable are steps from {first} on, from the checkpoint of step {first - 1} or a later one"
+            )
+
     def _newest_lineage(self) -> int:
         return self._lineages[-1].number
 
@@ -309,6 +338,13 @@ def earliest_fork(lineages: Iterable[Lineage], lineage: int, verdicts: Collectio
     """Smallest fork step among the forks made after ``lineage`` with one of these verdicts."""
     steps = [line.fork_step for line in lineages if line.number > lineage and line.verdict in verdicts]
     return min(steps, default=None)
+
+
+def load_kept(conn: sa.Connection, run_id: str) -> Kept:
+    """How far back a run's rows are kept in this snapshot."""
+    c = t.retention.c
+    row = conn.execute(sa.select(c.low_watermark, c.replayable_from).where(c.run_id == run_id)).first()
+    return Kept() if row is None else Kept(row.low_watermark, row.replayable_from)
 
 
 def load_lineages(conn: sa.Connection, run_id: str) -> tuple[Lineage, ...]:
