@@ -63,13 +63,14 @@ def test_finished_groups_go_and_every_count_stays(bench: Bench) -> None:
     s.feed(2)
     grants = s.lease(3)
     failed = grants[0]
-    s.ledger.report_failure(FailureReport(failed.key, failed.token, s.incarnation, RewardStatus.INFRA_ERROR, Blame.INFRA, "lost"))
+    lost = FailureReport(failed.key, failed.token, s.incarnation, RewardStatus.INFRA_ERROR, Blame.INFRA, "lost")
+    s.ledger.report_failures([lost])
     before = counted(s)
     freed = s.ledger.expire()
     # Step 6 is the second-newest checkpoint: of its 12 groups the breaker's and the planner's window of 3 stay.
     assert freed["groups"] == 8
-    assert s.ledger.run_status()["retention"] | {"events": 0} == {
-        "low_watermark": 8, "replayable_from": 5, "groups": 8, "slots": 16, "events": 0,
+    assert s.ledger.run_status()["retention"] == {
+        "enabled": True, "rounds": 1, "low_watermark": 8, "replayable_from": 5, "groups": 8, "slots": 16, "events": 0,
     }  # fmt: skip
     assert rows_of_groups(bench, 8) == 0 and rows_of_groups(bench, 1000) > 0
     assert counted(s) == before
@@ -93,7 +94,7 @@ def test_nothing_goes_that_a_resume_from_the_second_newest_checkpoint_needs(benc
     step(s, 7)
     assert s.ledger.expire()["groups"] == 0, "the second-newest is of step 1, its two groups fill no range"
     step(s, 8)
-    assert s.ledger.expire()["groups"] == 8
+    assert s.ledger.expire()["groups"] == 12
     point = s.ledger.resume_point()
     for number in range(point.checkpoints[1].step + 1, 9):
         assert len(list(s.ledger.payloads(0, number))) == 4, "every step behind the second-newest checkpoint can be replayed"
@@ -101,16 +102,16 @@ def test_nothing_goes_that_a_resume_from_the_second_newest_checkpoint_needs(benc
 
 def test_an_unfinished_group_holds_back_all_behind_it(bench: Bench) -> None:
     s = scene(bench, straggler="drop")
-    s.feed(6)
-    grants = {g.key: g for g in s.lease(12)}
-    held = [grants.pop(SlotKey(5, 0)), grants.pop(SlotKey(5, 1))]
+    s.feed(8)
+    grants = {g.key: g for g in s.lease(16)}
+    held = [grants.pop(SlotKey(7, 0)), grants.pop(SlotKey(7, 1))]
     s.submit(list(grants.values()))
-    for number in (1, 2):
+    for number in (1, 2, 3):
         s.train(number)
         s.checkpoint(number)
-    steps(s, 3, 9)
+    steps(s, 4, 10)
     s.ledger.expire()
-    assert s.ledger.run_status()["retention"]["low_watermark"] == WIDTH, "group 5 waits in the second range"
+    assert s.ledger.run_status()["retention"]["low_watermark"] == WIDTH, "group 7 waits in the second range"
     assert s.submit(held) == [SubmitOutcome.ACCEPTED] * 2
 
 

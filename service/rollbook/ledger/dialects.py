@@ -164,7 +164,7 @@ class Database:
         path = Path(url.database)
         path.parent.mkdir(parents=True, exist_ok=True)
         check_local_storage(path.parent)
-        self._lock(path)
+        self._lock_fd = self.lock_file(path)
         try:
             failpoint("ledger.start.after_lock")
             self.writer = sa.create_engine(url, module=module, poolclass=NullPool)
@@ -183,22 +183,25 @@ class Database:
             self._unlock()
             raise
 
-    def _lock(self, path: Path) -> None:
+    @staticmethod
+    def lock_file(path: Path) -> int:
+        """A descriptor that holds the lock of a SQLite file until it is closed. Raises LedgerLocked, UnsafeStorage."""
         lock = Path(f"{path}.lock")
         try:
-            self._lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise UnsafeStorage(
                 f"{lock} cannot be written ({error.strerror}), and a ledger is written to even to look at it: make {path.parent} "
                 "writable, or copy the run directory to where it is"
             ) from None
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._unlock()
+            os.close(fd)
             raise LedgerLocked(
                 f"another ledger server holds {path} (lock file {lock}); stop it first, or use its address"
             ) from None
+        return fd
 
     def _unlock(self) -> None:
         if self._lock_fd >= 0:
@@ -291,6 +294,21 @@ class Database:
             if (core := translate(error)) is not None:
                 raise core from error
             raise
+
+    def condition(self, conn: sa.Connection) -> dict[str, int]:
+        """What to raise an alarm about: on PostgreSQL the age of the oldest snapshot that holds dead rows, and their number.
+
+        ``oldest_xmin_age``: transactions begun since, over sessions, prepared transactions and replication slots.
+        """
+        if self.is_sqlite:
+            return {}
+        age = (
+            "SELECT coalesce(max(age), 0) FROM (SELECT age(backend_xmin) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+            "UNION ALL SELECT age(transaction) FROM pg_prepared_xacts UNION ALL SELECT age(xmin) FROM pg_replication_slots) AS h"
+        )
+        dead = "SELECT coalesce(sum(n_dead_tup), 0)::bigint FROM pg_stat_user_tables"
+        found = {"oldest_xmin_age": age, "dead_tuples": dead}
+        return {name: int(conn.exec_driver_sql(query).scalar_one()) for name, query in found.items()}
 
     def insert_rows(self, conn: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
         """Insert many rows with the same columns.

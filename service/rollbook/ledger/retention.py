@@ -40,15 +40,14 @@ DELETING, GONE = "deleting", "gone"
 class Retaining(Survival):
     """What the server does about old rows."""
 
-    _retention: RetentionConfig
-    _rounds: int = 0
-
-    def expire(self) -> dict[str, int]:
+    def expire(self, retention: RetentionConfig | None = None) -> dict[str, int]:
         """One round: raise the low watermark where it may rise, delete what is below it, then old events and receipts.
 
         Returns the numbers of ``groups``, ``rows``, ``partitions``, ``bytes`` (of dropped partitions), ``events``, ``receipts``
-        let go. A partition that readers hold is left to the next round. Does nothing unless retention is enabled.
+        let go. A partition that readers hold is left to the next round. Does nothing unless retention is enabled; ``retention``
+        replaces what the ledger was opened with.
         """
+        self._retention = retention or self._retention
         freed = dict.fromkeys(("groups", "rows", "partitions", "bytes", "events", "receipts"), 0)
         if not self._retention.enabled:
             return freed

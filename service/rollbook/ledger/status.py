@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from rollbook.core.errors import UnknownSlot
 from rollbook.core.records import Blame, FinishReason, PlanOutcome, SlotKey
+from rollbook.core.settings import RetentionConfig
 from rollbook.core.staleness import fixed_ordinals
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import Kept, again_on_conflict, load_kept, pairs
@@ -32,6 +33,10 @@ GROUPS_GONE = {"issued": "groups", "refilled": "refills"}
 
 class Status(Tools):
     """Verbs that only look."""
+
+    _retention: RetentionConfig
+    _rounds: int = 0
+    """Rounds of retention that this server has made."""
 
     @again_on_conflict
     def run_status(self) -> dict[str, Any]:
@@ -73,9 +78,10 @@ class Status(Tools):
                 "paused": self._pause_reason(conn, steps["planned"] + 1),
                 "failed_attempts": self._failed_attempts(conn, totals.get("failures", []), kept),
                 "breaker": self._breaker_shown(conn, now_us),
+                "database": self._database.condition(conn),
                 "members": sum_by_name(totals.get("members", {}), self._members(conn, lineage, *_kept(t.plan_item, kept))),
                 "retention": {
-                    "low_watermark": kept.low_watermark, "replayable_from": kept.replayable_from,
+                    "enabled": self._retention.enabled, "rounds": self._rounds, **dataclasses.asdict(kept),
                     "groups": gone["groups"], "slots": gone["slots"], "events": sum(totals.get("events", {}).values()),
                 },
             }  # fmt: skip

@@ -108,6 +108,11 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "The new lineage is open, the answer is lost; forking again at the same step gives the same lineage."),
     ("ledger.mark.before_commit", "L11 L13", "The checkpoint keeps its state; the learner marks it again."),
     ("ledger.mark.after_commit", "L11 L13", "The checkpoint is marked, the answer is lost; marking it again changes nothing."),
+    # Copies of the database.
+    ("ledger.backup.before_rename", "S3",
+     "The copy is whole under a temporary name and no backup has the name asked for; the command is given again."),
+    ("ledger.restore.before_rename", "S3",
+     "The database that was to be replaced lies aside, the copy has not its name yet; the command is given again."),
     # Rows that are let go.
     ("ledger.expire.before_commit", "S3",
      "The low watermark stands where it stood and every row is kept; the next round counts and marks the same range."),
