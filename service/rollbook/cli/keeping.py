@@ -10,14 +10,17 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rollbook.cli.common import add_config, answering, ledger_of, read_config
 from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.learner.history import refuse_when_ahead
-from rollbook.ledger.ledger import Ledger
 from rollbook.report.progress import shown_url
+from rollbook.rpc.client import LedgerClient
+
+if TYPE_CHECKING:
+    from rollbook.ledger.ledger import Ledger
 
 WORDS = ("vacuum", "backup", "restore")
 ROUND_S = 60.0
@@ -53,12 +56,12 @@ def vacuum(args: argparse.Namespace) -> int:
     config = read_config(args)
     with ledger_of(config) as ledger:
         before = ledger.run_status()["retention"]
-        is_own = isinstance(ledger, Ledger)
-        if isinstance(ledger, Ledger):
-            for name, n in ledger.expire(config.retention).items():
-                print(f"freed {name:<11} {n}")
-        elif before["enabled"]:
+        is_own = not isinstance(ledger, LedgerClient)
+        if not is_own and before["enabled"]:
             _next_round(config, ledger, before["rounds"])
+        elif is_own:
+            for name, n in cast("Ledger", ledger).expire(config.retention).items():
+                print(f"freed {name:<11} {n}")
         after = ledger.run_status()["retention"]
     if not (config.retention.enabled or before["enabled"]):
         print("retention is off: every row is kept ([retention] enabled = true lets finished groups go)")

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from rollbook.ledger import schema as t
 from rollbook.ledger.checks import Subject, check
-from rollbook.ledger.expired import OF_GROUPS, load_totals
+from rollbook.ledger.expired import OF_GROUPS, in_range, load_totals
 
 
 @check("expired_ranges", "P7", "What was let go lies gapless below the low watermark, with an end for every slot it held.")
@@ -35,12 +35,11 @@ def _expired_ranges(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
 def _left(s: Subject, gone: Sequence[sa.Row]) -> Iterator[tuple[str, Sequence[str]]]:
     """Rows that should be gone."""
     for table in OF_GROUPS:
-        c = table.c
         left = [
             str(r.first_ordinal) for r in gone
             if s.rows(
-                sa.select(c.ordinal)
-                .where(c.run_id == s.run.run_id, c.ordinal >= r.first_ordinal, c.ordinal < r.end_ordinal).limit(1)
+                sa.select(table.c.ordinal)
+                .where(*in_range(table, s.run.run_id, r.first_ordinal, r.end_ordinal, s.lineages)).limit(1)
             )
         ]  # fmt: skip
         if left:

@@ -19,8 +19,15 @@ OF_GROUPS = (t.plan_item, t.payload, t.sample, t.verdict, t.slot, t.prompt_group
 """Tables whose rows go with their group. ``event`` has its own age."""
 SUMMED = ("verdicts", "events", "members")
 """Totals by name; the other ones are lists of rows, of which the last number counts or numbers add up by their key."""
-TASKS_MAX = 16
+TASKS_SHOWN = 16
 UNNAMED, OTHER = "unnamed", "other"
+
+
+def in_range(table: sa.Table, run_id: str, first: int, end: int, lineages: Sequence[int]) -> tuple[Any, ...]:
+    """Rows of a run's groups from ``first`` to ``end``, so that a key that begins with the lineage is of use too."""
+    c = table.c
+    here = (c.run_id == run_id, c.ordinal >= first, c.ordinal < end)
+    return (*here, c.lineage.in_(lineages)) if table is t.plan_item else here
 
 
 def load_totals(conn: sa.Connection, run_id: str) -> dict[str, Any]:
@@ -76,9 +83,9 @@ def add_buckets(
         made[row["bucket"]] = _added(made.get(row["bucket"]), row)
     if names is None:
         kinds = sorted((k for k in made if k not in (UNNAMED, OTHER, UNKNOWN)), key=lambda k: (-made[k]["opened"], k))
-        for kind in kinds[TASKS_MAX:]:
+        for kind in kinds[TASKS_SHOWN:]:
             made[OTHER] = _added(made.get(OTHER), made.pop(kind) | {"bucket": OTHER})
-        return [made[k] for k in (*kinds[:TASKS_MAX], UNNAMED, OTHER, UNKNOWN) if k in made]
+        return [made[k] for k in (*kinds[:TASKS_SHOWN], UNNAMED, OTHER, UNKNOWN) if k in made]
     known = [i for i, name in enumerate(names) if name in made]
     shown = list(names[known[0] : known[-1] + 1]) if known else []
     like = next(iter(made.values()), {})

@@ -23,7 +23,7 @@ from rollbook.core.errors import RollbookError, ServerFenced
 from rollbook.core.settings import RetentionConfig
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import Kept, load_kept
-from rollbook.ledger.expired import OF_GROUPS, add_totals, load_totals
+from rollbook.ledger.expired import OF_GROUPS, add_totals, in_range, load_totals
 from rollbook.ledger.survival import Survival, named_buckets
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -159,7 +159,7 @@ class Retaining(Survival):
         g, i, s = t.prompt_group.c, t.plan_item.c, t.sample.c
 
         def count(table: sa.Table, *where: Any, of: Any = None) -> int:
-            here = (table.c.run_id == self.run.run_id, table.c.ordinal >= first, table.c.ordinal < end)
+            here = in_range(table, self.run.run_id, first, end, self._numbers())
             value = sa.func.count() if of is None else sa.func.coalesce(of, 0)
             return int(conn.execute(sa.select(value).select_from(table).where(*here, *where)).scalar_one())
 
@@ -216,11 +216,10 @@ class Retaining(Survival):
         return n
 
     def _delete_batch(self, txn: Txn, first: int, end: int, n_groups: int) -> int:
-        run_id = self.run.run_id
+        run_id, lineages = self.run.run_id, self._numbers()
         lowest = [
             txn.conn.execute(
-                sa.select(sa.func.min(table.c.ordinal))
-                .where(table.c.run_id == run_id, table.c.ordinal >= first, table.c.ordinal < end)
+                sa.select(sa.func.min(table.c.ordinal)).where(*in_range(table, run_id, first, end, lineages))
             ).scalar() for table in OF_GROUPS
         ]  # fmt: skip
         found = [low for low in lowest if low is not None]
@@ -230,10 +229,12 @@ class Retaining(Survival):
         high = min(end, low + n_groups)
         n = 0
         for table in OF_GROUPS:
-            c = table.c
-            n += txn.conn.execute(sa.delete(table).where(c.run_id == run_id, c.ordinal >= low, c.ordinal < high)).rowcount
+            n += txn.conn.execute(sa.delete(table).where(*in_range(table, run_id, low, high, lineages))).rowcount
         failpoint("ledger.expire.before_batch_commit")
         return n
+
+    def _numbers(self) -> list[int]:
+        return [line.number for line in self._lineages]
 
     def _finish(self, txn: Txn, first: int, end: int) -> None:
         c = t.expired_range.c

@@ -22,7 +22,7 @@ from rollbook.core.survival import UNKNOWN, octave_names
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import again_on_conflict, load_kept
 from rollbook.ledger.breaker import CLOSED, OPENED
-from rollbook.ledger.expired import OTHER, UNNAMED, add_totals, load_totals
+from rollbook.ledger.expired import OTHER, TASKS_SHOWN, UNNAMED, add_totals, load_totals
 from rollbook.ledger.status import Status
 
 WAITING = "waiting"
@@ -32,7 +32,6 @@ DROPS = (*(kind.value for kind in VerdictKind), SKIPPED, NO_REWARD)
 """Ways to leave without being trained: a verdict, a skipped step, a place in a plan without a reward."""
 
 PASS = 0.5
-TASKS_SHOWN = 16
 TASK_CHARS_MAX = 64
 TASK_KEYS = ("data_source", "environment", "task", "task_id")
 """Fields of a task that name its kind; the first that is there and is text counts."""
