@@ -164,7 +164,7 @@ class Database:
         path = Path(url.database)
         path.parent.mkdir(parents=True, exist_ok=True)
         check_local_storage(path.parent)
-        self._lock_fd = self.lock_file(path)
+        self._lock(path)
         try:
             failpoint("ledger.start.after_lock")
             self.writer = sa.create_engine(url, module=module, poolclass=NullPool)
@@ -182,6 +182,9 @@ class Database:
         except BaseException:
             self._unlock()
             raise
+
+    def _lock(self, path: Path) -> None:
+        self._lock_fd = self.lock_file(path)
 
     @staticmethod
     def lock_file(path: Path) -> int:
