@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import threading
 import time
@@ -11,16 +12,18 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from ledger_support import Scene, run_record
-from test_commands import Recorded, said
+from test_commands import CONFIG, MODEL, ROLE_TTL_S, Recorded, said
 
 from postgres_server import PostgresServer
 from rollbook.cli.keeping import spelled
-from rollbook.core.errors import ConfigError, LedgerLocked, UnsafeStorage
+from rollbook.core.errors import ConfigError, Expired, LedgerLocked, UnsafeStorage
+from rollbook.core.records import SlotKey
 from rollbook.core.settings import RetentionConfig
 from rollbook.ledger import backup
 from rollbook.ledger.ledger import Ledger
 from rollbook.observe import failpoints
 from rollbook.rpc.address import write_address
+from rollbook.rpc.client import LedgerClient
 from rollbook.rpc.server import serve
 
 KEEP = RetentionConfig(enabled=True, every_s=0.05, groups=2, events_s=0, receipts_s=600.0)
@@ -209,26 +212,55 @@ def test_a_password_is_no_argument_of_a_program() -> None:
     assert "host=a,b" in connection and "port=1,2" in connection
 
 
-def test_vacuum_lets_groups_go_now_and_prints_what_it_freed(
-    recorded: Recorded, ledger_url: str, capsys: pytest.CaptureFixture[str]
+def seven_steps(ledger: Ledger) -> None:
+    """Steps of two groups each, with a checkpoint at every one."""
+    scene = Scene(ledger, run_record(max_lag_versions=1000, infra_window=2))
+    for step in range(1, 8):
+        scene.feed(2)
+        scene.fill()
+        scene.train(step)
+        scene.checkpoint(step)
+
+
+def test_vacuum_lets_groups_go_now_and_every_command_says_what_is_gone(
+    tmp_path: Path, ledger_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scene = Scene(recorded.ledger, run_record(steps=2))
-    run_on(scene)
-    recorded.ledger.close()
-    switched = ["--set", "retention.enabled=true", "--set", "retention.groups=2", "--set", "ledger.ordinals_per_partition=4",
-                "--set", "ledger.infra_window=1"]  # fmt: skip
-    code, out, _ = said(capsys, "ledger", "vacuum", recorded.config, *switched)
+    config = tmp_path / "run.toml"
+    (tmp_path / "run").mkdir()
+    config.write_text(CONFIG.format(dir=tmp_path / "run", model=MODEL, url=ledger_url, ttl=ROLE_TTL_S))
+    ledger = Ledger(ledger_url, holder="server", role_ttl_s=ROLE_TTL_S, ordinals_per_partition=4)
+    seven_steps(ledger)
+    ledger.close()
+    switched = ["--set", "retention.enabled=true", "--set", "retention.groups=4"]
+    code, out, _ = said(capsys, "ledger", "vacuum", config, *switched)
     assert code == 0 and "retention is off" not in out
-    assert "low watermark" in out and "can be replayed" in out
+    assert "freed groups      8" in out and "low watermark 8; steps from 5 on can be replayed" in out
+    assert "groups let go 0, since the run began 8" in said(capsys, "vacuum", config, *switched)[1]
+    for command in (("why", config, "0.0"), ("regenerate", config, "0.0")):
+        code, _, err = said(capsys, *command)
+        assert code == 1 and "Expired" in err and "low watermark 8" in err
+    assert said(capsys, "audit", config)[:2] == (0, "audit: clean\n")
+    assert "retention  8 groups let go  low watermark 8  replayable from step 5" in said(capsys, "status", config)[1]
 
 
-def run_on(scene: Scene) -> None:
-    """One more step, so that two checkpoints are there."""
-    scene.fill()
-    scene.feed(2)
-    scene.fill()
-    scene.train(2)
-    scene.checkpoint(2)
+def test_a_client_is_answered_expired_by_its_own_name(sqlite_url: str) -> None:
+    ledger = Ledger(sqlite_url, holder="server", retention=dataclasses.replace(KEEP, every_s=3600.0, groups=4))
+    seven_steps(ledger)
+    assert ledger.expire()["groups"] == 8
+    server = serve(ledger, "127.0.0.1:0", run_id="run")
+    try:
+        with LedgerClient(server.address, "run", retry_total_s=5.0) as client:
+            for asked in (
+                lambda: client.sample(SlotKey(0, 0)), lambda: client.explain(SlotKey(0, 0)), lambda: client.read_plan(0, 1),
+                lambda: list(client.payloads(0, 1)),
+            ):  # fmt: skip
+                with pytest.raises(Expired, match="let go"):
+                    asked()
+            assert client.sample(SlotKey(8, 0)).key == SlotKey(8, 0)
+            assert client.run_status()["retention"]["low_watermark"] == 8
+    finally:
+        server.stop(0.0)
+        ledger.close()
 
 
 def test_vacuum_waits_for_a_round_of_the_running_server(

@@ -25,7 +25,7 @@ from rollbook.core.host import Host, host
 from rollbook.core.records import SlotKey, SubmitOutcome
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import again_on_conflict
-from rollbook.ledger.dialects import Database
+from rollbook.ledger.dialects import READERS_MAX, Database
 from rollbook.ledger.ledger import Ledger
 from rollbook.ledger.writer import CONFLICT_RETRIES_MAX, Txn
 
@@ -303,6 +303,23 @@ def test_a_server_without_free_connections_answers_unavailable_and_recovers(post
             conn.close()
     assert until(lambda: s.submit(grants)) == [ACCEPTED, ACCEPTED]
     assert until(s.ledger.run_status)["submits"]["accepted"] == 2
+    bench.finish()
+
+
+def test_readers_that_take_every_connection_cost_an_answer_and_not_the_ledger(
+    postgres_url: str, clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(postgres_url, clock)
+    s = bench.scene()
+    reader = s.ledger._database.reader
+    monkeypatch.setattr(reader.pool, "_timeout", 0.1)
+    held = [reader.connect() for _ in range(READERS_MAX)]
+    with pytest.raises(Unavailable, match="not reachable"):
+        s.ledger.resume_point()
+    s.ledger.renew_self()
+    for conn in held:
+        conn.close()
+    assert s.ledger.resume_point().lineage == 0
     bench.finish()
 
 
