@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rollbook.cli import inspecting, maintaining, modelling, repairing, roles, running, securing, tasks
+from rollbook.cli import inspecting, keeping, maintaining, modelling, repairing, roles, running, securing, tasks
 from rollbook.core.errors import (
     ChainMismatch,
     ConfigError,
@@ -43,14 +43,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of language models over a ledger: written once, trained once, never lost.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in (running, roles, inspecting, maintaining, repairing, modelling, tasks, securing):
+    for group in (running, roles, inspecting, maintaining, keeping, repairing, modelling, tasks, securing):
         group.register(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(keeping.spelled(sys.argv[1:] if argv is None else argv))
     logging.getLogger("rollbook").addHandler(logging.NullHandler())  # commands print; only roles log, with a handler of their own
     try:
         code = int(args.function(args) or 0)

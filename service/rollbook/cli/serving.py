@@ -153,6 +153,7 @@ def open_ledger(config: Config) -> Ledger:
         config.ledger.url, holder=incarnation(), supersede=superseded(), role_ttl_s=config.ledger.role_ttl_s,
         group_commit_max=config.ledger.group_commit_max, ordinals_per_partition=config.ledger.ordinals_per_partition,
         payload_bytes_max=config.ledger.payload_bytes_max, password_file=config.ledger.password_file,
+        retention=config.retention,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from rollbook.core.settings import (
     LearnerConfig,
     LedgerConfig,
     ModelConfig,
+    RetentionConfig,
     RunConfig,
     SamplingConfig,
     SandboxConfig,
@@ -53,6 +54,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
     security: SecurityConfig = SecurityConfig()
+    retention: RetentionConfig = RetentionConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     chaos: ChaosConfig = ChaosConfig()
 
@@ -108,7 +110,7 @@ class Config:
         for section in ("environment", "sandbox"):  # with only such fields it is as if it were not there
             if not content.get(section):
                 content.pop(section, None)
-        for section in ("supervisor", "ledger", "security", "checkpoint", "chaos"):
+        for section in ("supervisor", "ledger", "security", "checkpoint", "retention", "chaos"):
             content.pop(section, None)
         content["ledger"] = _not_default(self.rules())
         return digest("config", json.dumps(content, sort_keys=True))
@@ -116,11 +118,10 @@ class Config:
 
 FREE = (
     "run.dir", "run.chaos_allowed", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
-    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "supervisor.", "chaos", "security", "ledger.url",
-    "ledger.password_file", "ledger.address",
-    "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port", "ledger.group_commit_max", "ledger.payload_bytes_max",
-    "ledger.ordinals_per_partition", "ledger.standbys", "environment.tool_s", "environment.score_s", "environment.processes",
-    "environment.attempts_max", "sandbox.slots",
+    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "retention.", "supervisor.", "chaos", "security",
+    "ledger.url", "ledger.password_file", "ledger.address", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port",
+    "ledger.group_commit_max", "ledger.payload_bytes_max", "ledger.ordinals_per_partition", "ledger.standbys",
+    "environment.tool_s", "environment.score_s", "environment.processes", "environment.attempts_max", "sandbox.slots",
 )  # fmt: skip
 """Beginnings of the paths that are not part of ``Config.digest``: they may change at any time."""
 

@@ -48,8 +48,7 @@ AT_LEAST: dict[str, float] = {
     "learner.lr": 0, "learner.warmup_steps": 0, "learner.threads": 1, "learner.fork_tolerance": 0, "ledger.attempts_max": 1,
     "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
     "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
-    "ledger.standbys": 0,
-    "environment.turns_max": 1,
+    "ledger.standbys": 0, "environment.turns_max": 1, "retention.groups": 1, "retention.batch_rows": 1, "retention.events_s": 0,
     "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
     "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1, "security.message_bytes_max": 2 << 20,
     "security.calls_open_max": 4, "security.calls_waiting_max": 1,
@@ -58,8 +57,8 @@ AT_LEAST: dict[str, float] = {
 
 POSITIVE = (
     "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
-    "ledger.breaker_pause_s", "security.calls_per_s_max",
-    "environment.tool_s", "environment.score_s", "sandbox.cpu_s", "sandbox.wall_s",
+    "ledger.breaker_pause_s", "security.calls_per_s_max", "retention.every_s", "environment.tool_s", "environment.score_s",
+    "sandbox.cpu_s", "sandbox.wall_s",
 )  # fmt: skip
 """Numbers that must exceed 0."""
 
@@ -67,6 +66,8 @@ WORKER_AT_LEAST = {"count": 0, "slots": 1, "threads": 1, "max_model_len": 2}
 SLOTS_MAX = 4096
 """Most slots that one lease call grants."""
 SEED_MAX = 2**63 - 1
+RECEIPTS_S_MIN = 600.0
+"""Longer than any client repeats a call."""
 
 ONLY: dict[str, float] = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
@@ -114,6 +115,9 @@ def check(c: Config) -> None:
          "learner.keep_orphans = true: in the fixed schedule the path through a fork is always longer than "
          "schedule.lag_versions")  # fmt: skip
     need(c.checkpoint.keep >= 2, "checkpoint.keep must be >= 2: with one, a damaged newest checkpoint has no fallback")
+    need(not c.retention.enabled or c.retention.receipts_s >= RECEIPTS_S_MIN,
+         f"retention.receipts_s = {c.retention.receipts_s}: at least {RECEIPTS_S_MIN:g}: clients repeat a call for "
+         "minutes, and a repeated one must still be known")  # fmt: skip
     need(c.ledger.lease_ttl_s > 3 * c.ledger.heartbeat_s,
          f"ledger.lease_ttl_s = {c.ledger.lease_ttl_s} must exceed 3 x ledger.heartbeat_s = {3 * c.ledger.heartbeat_s}, "
          "or one lost heartbeat loses the lease")  # fmt: skip

@@ -37,6 +37,10 @@ class UnknownSlot(NotFound):
     """The run has no such slot."""
 
 
+class Expired(NotFound):
+    """The rows asked for were let go under the run's retention; what is left of them are counts."""
+
+
 class WrongRun(InvalidRequest):
     """The request names another run than the one this server serves."""
 

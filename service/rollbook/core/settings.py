@@ -350,6 +350,24 @@ class SecurityConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RetentionConfig:
+    """How long rows are kept. A run keeps all of them unless this is enabled; what is gone cannot be replayed or explained."""
+
+    enabled: bool = False
+    """Let go of groups that are finished at or below the second-newest committed checkpoint, oldest first."""
+    every_s: float = 60.0
+    """The ledger server looks this often for what may go."""
+    groups: int = 1000
+    """Groups that go together on SQLite; on PostgreSQL it is a partition (``ledger.ordinals_per_partition``)."""
+    events_s: float = 86_400.0
+    """Events of groups that are gone stay this long."""
+    receipts_s: float = 86_400.0
+    """Receipts of leases and appends stay this long; a call repeated later than that is taken for a new one."""
+    batch_rows: int = 2000
+    """Rows that one transaction deletes at most."""
+
+
+@dataclass(frozen=True, slots=True)
 class SupervisorConfig:
     """Restarts on one machine."""
 

@@ -15,7 +15,7 @@ from rollbook.core.errors import CursorMoved, InvalidRequest
 from rollbook.core.idempotency import digest, sample_seed
 from rollbook.core.records import Cursor, GroupSpec, Role, RoleTerm, SlotKey
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import LedgerBase
+from rollbook.ledger.base import LedgerBase, again_on_conflict, load_kept
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
@@ -26,6 +26,7 @@ GROUPS_MAX = 10_000
 class Feeding(LedgerBase):
     """Verbs of the feeder."""
 
+    @again_on_conflict
     def cursor(self, stream: str) -> Cursor:
         """Where the stream stands; a fresh stream starts at the run's next ordinal (0 in a new run) with state ``{}``."""
         run_id = self.run.run_id
@@ -121,7 +122,7 @@ class Feeding(LedgerBase):
     def _insert_groups(self, txn: Txn, stream: str, groups: Sequence[GroupSpec]) -> None:
         if not groups:
             return
-        made = self._partitions.ensure(txn.conn, groups[-1].ordinal + 1)
+        made = self._partitions.ensure(txn.conn, groups[-1].ordinal + 1, self._kept.low_watermark)
         txn.after_commit.append(lambda: self._partitions.remember(made))
         run_id, seed = self.run.run_id, self.rules.config_seed
         self._database.insert_rows(
@@ -143,6 +144,7 @@ class Feeding(LedgerBase):
             ],
         )
 
+    @again_on_conflict
     def feed_demand(self, lookahead_groups: int) -> int:
         """How many further groups the feeder should append so that ``lookahead_groups`` unopened ones wait.
 
@@ -150,14 +152,20 @@ class Feeding(LedgerBase):
         """
         run_id, rules = self.run.run_id, self.rules
         with self._read() as conn:
-            issued = self._next_ordinal(conn, run_id)
-            terminal = conn.execute(self._terminal_groups(0, issued)).scalar_one()
+            issued, low = self._next_ordinal(conn, run_id), load_kept(conn, run_id).low_watermark
+            terminal = conn.execute(self._terminal_groups(low, issued)).scalar_one() + self._n_closed_gone(conn)
             frontier = self._frontier(conn)
             opened = frontier.ordinal + 1
             unopened = issued - opened - conn.execute(self._terminal_groups(opened, issued)).scalar_one()
         useful = issued if self._is_fixed else issued - terminal
         wanted = max(0, lookahead_groups - unopened)
         return wanted if rules.steps <= 0 else max(0, min(wanted, rules.steps * rules.groups_per_step - useful))
+
+    def _n_closed_gone(self, conn: sa.Connection) -> int:
+        """Groups of which every slot had a verdict when they were let go."""
+        c = t.expired_range.c
+        gone = sa.select(sa.func.coalesce(sa.func.sum(c.n_closed), 0)).where(c.run_id == self.run.run_id)
+        return int(conn.execute(gone).scalar_one())
 
     def _frontier(self, conn: sa.Connection) -> SlotKey:
         """Largest slot ever granted; slots are granted in order, so everything behind it is new. (-1, -1) when none was."""

@@ -15,7 +15,7 @@ from rollbook.core.errors import ChainMismatch, Conflict, InvalidRequest, NotFou
 from rollbook.core.idempotency import genesis_digest
 from rollbook.core.records import Checkpoint, CheckpointState, PlanOutcome, PolicyVersion, ResumePoint, Role, RoleTerm
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import policy_version_of
+from rollbook.ledger.base import again_on_conflict, policy_version_of
 from rollbook.ledger.planning import Planning
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -117,6 +117,7 @@ class Publishing(Planning):
                 f"version {version.version} comes from step {version.version}, which has no outcome yet (finish_plan)"
             )
 
+    @again_on_conflict
     def versions(self, lineage: int) -> list[PolicyVersion]:
         """Published versions along the ancestry, in order."""
         c = t.policy_version.c
@@ -218,6 +219,7 @@ class Publishing(Planning):
         rows = conn.execute(sa.select(t.checkpoint).where(*where).order_by(c.step.desc(), c.lineage.desc())).all()
         return [_checkpoint_of(row) for row in rows]
 
+    @again_on_conflict
     def resume_point(self) -> ResumePoint:
         """Newest lineage, its usable checkpoints newest first, last planned step, head version, chain digests."""
         lineage = self._newest_lineage()

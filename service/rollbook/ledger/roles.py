@@ -19,7 +19,7 @@ from rollbook.core.changes import DATASET, NEVER, ONCE_ISSUED, ONCE_PUBLISHED, c
 from rollbook.core.errors import ConfigMismatch, Fenced, InvalidRequest, NotFound, RoleHeld, WrongRun
 from rollbook.core.records import ROOT_LINEAGE, Role, RoleTerm, RunRecord, RunRules, ScheduleKind
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import load_lineages, store_term
+from rollbook.ledger.base import load_kept, load_lineages, store_term
 from rollbook.ledger.failing import Failing
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -142,11 +142,12 @@ class Roles(Failing):
             last = conn.execute(sa.select(sa.func.max(t.event.c.seq)).where(t.event.c.run_id == run_id)).scalar()
             # The run comes last: it opens the verbs, which need everything else.
             self._lineages = lineages
+            self._kept = load_kept(conn, run_id)
             self._sequence = itertools.count((last if last is not None else -1) + 1)
             self._term_ends_s = asked + term.ttl_s
             self._run = record
             self._term = term
-            self._watermark = self._find_watermark(conn, 0)
+            self._watermark = self._find_watermark(conn, self._kept.low_watermark)
         self._write(lambda txn: self._event(txn, "server_attached", epoch=term.epoch, holder=term.holder))
 
     def _revise(self, txn: Txn, stored: RunRecord, offered: RunRecord, accept: Collection[str]) -> RunRecord:

@@ -250,6 +250,8 @@ class Submitting(Leasing):
     def _judge(self, view: _View, c: _Checked, now_us: int) -> tuple[SubmitOutcome, str, Any]:
         """(outcome, reason, lease row). An accepted sample with a reason is a salvaged one."""
         item, key = c.item, c.item.key
+        if key.ordinal < (low := self._kept.low_watermark):
+            return SubmitOutcome.REFUSED, f"slot {key} is below the low watermark {low}: it ended and was let go", None
         if key not in view.known:
             return SubmitOutcome.INVALID, f"the run has no slot {item.key}", None
         if (stored := view.samples.get(key)) is not None:

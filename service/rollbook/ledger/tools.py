@@ -66,6 +66,7 @@ class Tools(Forking):
         if row is not None and token == lease_token:
             return int(row.lineage)
         if token is None and not self._slot_exists(conn, key):
+            self._refuse_expired(key.ordinal)
             raise UnknownSlot(f"the run has no slot {key}")
         raise Fenced(f"lease token {lease_token} of slot {key} is not the newest ({token}); stop this rollout")
 
@@ -105,7 +106,8 @@ class Tools(Forking):
         return list(conn.execute(sa.select(t.tool_call).where(*where).order_by(c.call_index)).all())
 
     def tool_calls(self, key: SlotKey) -> list[ToolCall]:
-        """Recorded calls of a slot in order of call index. Raises UnknownSlot."""
+        """Recorded calls of a slot in order of call index. Raises UnknownSlot, Expired."""
+        self._refuse_expired(key.ordinal)
         with self._read() as conn:
             rows = self._tool_rows(conn, key)
             if not rows and not self._slot_exists(conn, key):

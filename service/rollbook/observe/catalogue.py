@@ -112,6 +112,20 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "The new lineage is open, the answer is lost; forking again at the same step gives the same lineage."),
     ("ledger.mark.before_commit", "L11 L13", "The checkpoint keeps its state; the learner marks it again."),
     ("ledger.mark.after_commit", "L11 L13", "The checkpoint is marked, the answer is lost; marking it again changes nothing."),
+    # Copies of the database.
+    ("ledger.backup.before_rename", "S3",
+     "The copy is whole under a temporary name and no backup has the name asked for; the command is given again."),
+    ("ledger.restore.before_rename", "S3",
+     "The database that was to be replaced lies aside, the copy has not its name yet; the command is given again."),
+    # Rows that are let go.
+    ("ledger.expire.before_commit", "S3",
+     "The low watermark stands where it stood and every row is kept; the next round counts and marks the same range."),
+    ("ledger.expire.after_commit", "S3",
+     "The range is answered as expired and marked, its rows are still there; the next server's first round deletes them."),
+    ("ledger.expire.before_drop_commit", "S3",
+     "The partition is whole, dropping it was rolled back; the next round drops it."),
+    ("ledger.expire.before_batch_commit", "S3",
+     "Earlier batches are gone and this one is whole; the next round goes on from the lowest row that is left."),
     # Feeder.
     ("feeder.after_role", "D1", "The epoch is taken and nothing was fed; the successor takes the next one."),
     ("feeder.before_append", "D1",

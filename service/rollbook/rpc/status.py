@@ -36,6 +36,7 @@ TABLE: dict[type[RollbookError], grpc.StatusCode] = {
     errors.InvalidRequest: _CODE.INVALID_ARGUMENT,
     errors.NotFound: _CODE.NOT_FOUND,
     errors.UnknownSlot: _CODE.NOT_FOUND,
+    errors.Expired: _CODE.NOT_FOUND,
     errors.WrongRun: _CODE.FAILED_PRECONDITION,
     errors.Conflict: _CODE.ALREADY_EXISTS,
     errors.CursorMoved: _CODE.ABORTED,
