@@ -199,7 +199,7 @@ class Stage:
         self.n_published = 0
 
     def play(self) -> None:
-        """Two trained steps, a checkpoint, failures, tool calls, quarantine, reads; then ``live`` messages that are kept unsent."""
+        """Two trained steps, a checkpoint, failures, tool calls, quarantine, reads; then ``live`` messages, kept unsent."""
         c = self.client
         c.open_run(RECORD)
         self.feeder = c.acquire_role(Role.FEEDER, "feeder-1", TTL_S)
@@ -226,7 +226,7 @@ class Stage:
         c.heartbeat(self.worker, version(2), [(g.key, g.token) for g in self.held], 0.0, 2)
         self.look(grants[0])
         dead, self.keeping.kept = self.keeping.kept, []
-        only_broken = ("ForkLineage", "MarkCheckpoint", "Drain", "ReleaseRole")
+        only_broken = ("ForkLineage", "MarkCheckpoint", "Drain", "ReleaseRole", "QuarantineGroup")
         self.bases = [Base(method, message, method in only_broken) for method, message in dead]
         self.bases += [Base(method, message, True) for method, message in self.live_messages()]
         self.keeping.kept = []

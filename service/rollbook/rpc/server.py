@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from rollbook.core.errors import ConfigError, RollbookError, ServerFenced, Unavailable
 from rollbook.core.ports import LedgerPort
 from rollbook.rpc.guard import SERVICE, Guard, Standing
+from rollbook.rpc.intake import Intake
 from rollbook.rpc.servicer import LedgerServicer
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
@@ -122,7 +123,7 @@ def serve(
     standing.listeners.append(checks.enter_graceful_shutdown)
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="rpc"),
-        interceptors=(*interceptors, Guard(run_id, standing)),
+        interceptors=(*interceptors, Intake(), Guard(run_id, standing)),
         options=_options(max_message_bytes),
         maximum_concurrent_rpcs=4 * threads,
     )
