@@ -31,9 +31,11 @@ from typing import Any
 import grpc
 
 from fuzz_messages import MAYBE, REFUSED, Hostile, mutate, raw
-from fuzz_stage import ANSWERS, RUN_ID, Base, ServerProcess, Stage, protected_rows
+from fuzz_stage import ANSWERS, RECORD, RUN_ID, Base, ServerProcess, Stage, protected_rows
 from postgres_server import NotObtainable, PostgresServer
+from rollbook.rpc import convert
 from rollbook.v1 import ledger_pb2 as records_pb
+from rollbook.v1 import ledger_service_pb2 as pb
 
 RESULTS = Path(__file__).resolve().parent / "results" / "fuzz.json"
 BATCH = 250
@@ -188,10 +190,6 @@ def run_open(arm: Arm, url: str, log: Path, rng: random.Random, n: int) -> None:
 
 def _before_the_run(arm: Arm, server: ServerProcess, rng: random.Random, n: int) -> None:
     """Hostile ways to open a run that is not open yet: none may create it."""
-    from fuzz_stage import RECORD
-    from rollbook.rpc import convert
-    from rollbook.v1 import ledger_service_pb2 as pb
-
     request = pb.OpenRunRequest(run_id=RUN_ID, run=convert.run_message(RECORD))
     for _ in range(n):
         hostile = mutate(rng, "OpenRun", request, live=True)
@@ -217,7 +215,8 @@ def _end(arm: Arm, stage: Stage) -> None:
     for verb in (stage.client.run_status, stage.client.survival, stage.client.resume_point):
         verb()
     if arm.growth_kib() > RSS_GROWTH_KIB_MAX:
-        arm.found(f"memory grew by {arm.growth_kib()} KiB in the second half: {arm.memory_kib[:: max(1, len(arm.memory_kib) // 12)]}")
+        shown = arm.memory_kib[:: max(1, len(arm.memory_kib) // 12)]
+        arm.found(f"memory grew by {arm.growth_kib()} KiB in the second half: {shown}")
     if arm.threads and max(arm.threads) - arm.threads[0] > THREADS_GROWTH_MAX:
         arm.found(f"threads grew: {arm.threads[0]} to {max(arm.threads)}")
 
@@ -253,7 +252,8 @@ def record_of(arms: list[Arm], seed: int, wall_s: float) -> dict[str, Any]:
     for arm in arms:
         for method, counts in arm.by_rpc.items():
             by_rpc.setdefault(method, Counter()).update(counts)
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), "")
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"), "seed": seed, "messages": sum(arm.sent for arm in arms),
         "wall_s": round(wall_s, 1), "findings": [f"{arm.name}: {text}" for arm in arms for text in arm.findings],

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollbook.core.idempotency import digest
+from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.records import (
     Blame,
     Checkpoint,
@@ -167,11 +167,8 @@ class Keeping(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
         return continuation(details, request)
 
 
-def trajectory(n: int, version: int, first: int = 5) -> Trajectory:
-    return Trajectory(
-        struct.pack(f"<{n}i", *range(first, first + n)), struct.pack(f"<{n}f", *[-0.5] * n), struct.pack(f"<{n}i", *[version] * n),
-        b"\x01" * n,
-    )  # fmt: skip
+def trajectory(n: int, version: int) -> Trajectory:
+    return Trajectory(pack_i32(range(5, 5 + n)), pack_f32([-0.5] * n), pack_i32([version] * n), b"\x01" * n)
 
 
 def version(number: int) -> PolicyVersion:
@@ -193,7 +190,7 @@ class Stage:
         self.server = server
         self.keeping = Keeping()
         recording = grpc.intercept_channel(server.channel, self.keeping)
-        self.client = LedgerClient(server.address, RUN_ID, retry_total_s=0.0, dial=lambda address, options: recording)
+        self.client = LedgerClient(server.address, RUN_ID, timeout_s=120.0, dial=lambda address, options: recording)
         self.worker = "worker-1"
         self.bases: list[Base] = []
         self.n_published = 0
@@ -238,7 +235,7 @@ class Stage:
 
     def group(self, ordinal: int) -> GroupSpec:
         task = json.dumps({"prompt": f"p{ordinal}", "answer": "a", "task": "digits"})
-        return GroupSpec(ordinal, struct.pack("<3i", 1, 2, ordinal), task, RULES.group_size)
+        return GroupSpec(ordinal, pack_i32([1, 2, ordinal]), task, RULES.group_size)
 
     def _after(self, ordinal: int) -> Cursor:
         return Cursor(STREAM, ordinal, json.dumps({"at": ordinal}), False)

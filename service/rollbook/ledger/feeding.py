@@ -208,8 +208,6 @@ def _check_append(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) ->
             f"{len(groups)} groups from ordinal {before.next_ordinal} end at {before.next_ordinal + len(groups)}, "
             f"the cursor would move to {after.next_ordinal}"
         )
-    if (n_slots := sum(g.n_siblings for g in groups)) > SLOTS_MAX:
-        raise InvalidRequest(f"{n_slots} slots in one append; at most {SLOTS_MAX}")
     for i, g in enumerate(groups):
         if g.ordinal != before.next_ordinal + i:
             raise InvalidRequest(f"group {i} of the append has ordinal {g.ordinal}, expected {before.next_ordinal + i}: no gaps")
@@ -219,3 +217,5 @@ def _check_append(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) ->
             raise InvalidRequest(f"group {g.ordinal}: needs a prompt of whole int32 token ids, none of them negative")
         if g.refills is not None:
             raise InvalidRequest(f"group {g.ordinal}: refills are issued by the ledger, not by the feeder")
+    if (n_slots := sum(g.n_siblings for g in groups)) > SLOTS_MAX:
+        raise InvalidRequest(f"{n_slots} slots in one append; at most {SLOTS_MAX}")

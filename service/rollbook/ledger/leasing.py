@@ -29,7 +29,6 @@ LEASE_SLOTS_MAX = 4096
 HELD_MAX = 10_000
 """Most leases of one heartbeat; each takes two parameters of a statement."""
 CALL_DIGITS_MAX = 18
-"""Digits of a lease call's number; longer ones are no number, but part of a name."""
 RETRY_AFTER_S = 0.5
 
 
@@ -67,9 +66,8 @@ class Leasing(Failing):
             )
 
     def _is_registered(self, conn: sa.Connection, incarnation: str) -> bool:
-        c = t.worker.c
-        where = (c.run_id == self.run.run_id, c.incarnation == incarnation)
-        return conn.execute(sa.select(c.seen_at_us).where(*where)).first() is not None
+        here = (t.worker.c.run_id == self.run.run_id, t.worker.c.incarnation == incarnation)
+        return conn.execute(sa.select(t.worker.c.host).where(*here)).first() is not None
 
     def heartbeat(
         self, incarnation: str, loaded: PolicyVersion | None, leases: Sequence[tuple[SlotKey, int]], wait_s: float = 0.0,

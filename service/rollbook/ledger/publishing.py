@@ -174,6 +174,7 @@ class Publishing(Planning):
 
     def _check_chain(self, conn: sa.Connection, checkpoint: Checkpoint) -> None:
         lineage, step = checkpoint.lineage, checkpoint.step
+        self._ancestry(lineage)  # step 0 is every lineage's, so its chain would fit one that does not exist
         plan = self._stored_plan(conn, lineage, step) if step > 0 else None
         if step > 0 and (plan is None or plan.outcome is None):
             raise InvalidRequest(f"checkpoint of step {step}: the step has no {'plan' if plan is None else 'outcome'} yet")
