@@ -31,7 +31,7 @@ from typing import Any
 import grpc
 
 from fuzz_messages import MAYBE, REFUSED, Hostile, mutate, raw
-from fuzz_stage import ANSWERS, RECORD, RUN_ID, Base, ServerProcess, Stage, protected_rows
+from fuzz_stage import ANSWERS, RECORD, RUN_ID, Base, Remote, ServerProcess, Stage, protected_rows
 from postgres_server import NotObtainable, PostgresServer
 from rollbook.rpc import convert
 from rollbook.v1 import ledger_pb2 as records_pb
@@ -77,7 +77,7 @@ class Arm:
         return max(0, self.memory_kib[-1] - max(self.memory_kib[:half])) if self.memory_kib else 0
 
 
-def judge(arm: Arm, server: ServerProcess, hostile: Hostile, live: bool) -> None:
+def judge(arm: Arm, server: Remote, hostile: Hostile, live: bool) -> None:
     """Deliver one message and say what is wrong with the answer."""
     code, kind, text, parts = server.deliver(hostile.method, hostile.data, _timeout(hostile))
     arm.sent += 1

@@ -81,18 +81,12 @@ def serve_here(url: str) -> None:
     ledger.close()
 
 
-class ServerProcess:
-    """The server, as it can be seen from outside."""
+class Remote:
+    """A served ledger, as it can be seen from outside."""
 
-    def __init__(self, url: str, log: Path) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), url]
-        with log.open("ab") as err:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err)
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().decode().strip()
-        if not self.address:
-            raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
-        self.channel = grpc.insecure_channel(self.address, [("grpc.max_receive_message_length", -1)])
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = grpc.insecure_channel(address, [("grpc.max_receive_message_length", -1)])
         grpc.channel_ready_future(self.channel).result(timeout=START_S)
         self._calls: dict[str, Any] = {}
 
@@ -111,15 +105,27 @@ class ServerProcess:
             return call.code(), str(kind), call.details() or "", []
 
     def healthy(self) -> bool:
-        """Whether the process lives and the ledger behind it answers."""
-        if self._process.poll() is not None:
-            return False
+        """Whether the ledger behind the server answers."""
         request = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
         try:
             answer = health_pb2_grpc.HealthStub(self.channel).Check(request, timeout=20)
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+class ServerProcess(Remote):
+    """A server in a process of its own, with its memory and threads."""
+
+    def __init__(self, url: str, log: Path) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), url]
+        with log.open("ab") as err:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err)
+        assert self._process.stdout is not None
+        address = self._process.stdout.readline().decode().strip()
+        if not address:
+            raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
+        super().__init__(address)
 
     def status_of(self) -> dict[str, int]:
         """Resident memory in KiB and number of threads."""
