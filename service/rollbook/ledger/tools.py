@@ -90,10 +90,10 @@ class Tools(Forking):
         p = call.prefix
         fork = self._fork_dropping(lineage)
         newest = max(unpack_i32(p.versions)) if p.n_tokens else 0
-        if (head := self._version(txn.conn, lineage, None)) is None or newest > head.version:
-            raise InvalidRequest(f"slot {call.key}: version {newest} of lineage {lineage} is not published")
         if fork is not None and newest > fork:
             raise Fenced(f"slot {call.key}: {orphan_reason(lineage, newest, fork)}; stop this rollout")
+        if (head := self._version(txn.conn, lineage, None)) is None or newest > head.version:
+            raise InvalidRequest(f"slot {call.key}: version {newest} of lineage {lineage} is not published")
         txn.conn.execute(
             sa.insert(t.tool_call).values(
                 run_id=self.run.run_id,
