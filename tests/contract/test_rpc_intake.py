@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ledger_support import STREAM, Scene, group, run_record, term_of, trajectory, version
 from rpc_support import CALLS, RUN, RUN_ID, CannedLedger, served
 
@@ -61,6 +62,14 @@ def test_bytes_that_are_no_health_check_are_the_senders_error_too() -> None:
         with pytest.raises(grpc.RpcError) as refused:
             channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff" * 9, timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_health_can_still_be_watched() -> None:
+    with served(CannedLedger()) as server, grpc.insecure_channel(server.address) as channel:
+        request = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
+        watching = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=30)
+        assert next(watching).status == health_pb2.HealthCheckResponse.SERVING
+        watching.cancel()
 
 
 def test_a_request_within_bounds_reaches_the_ledger_unchanged() -> None:

@@ -126,8 +126,9 @@ class Intake(grpc.ServerInterceptor):
         method = handler_call_details.method
         if method not in self._wrapped:
             handler = continuation(handler_call_details)
-            if handler is None or handler.request_streaming:
-                return handler  # not remembered: anybody can ask for methods that do not exist
+            foreign = not method.startswith(f"/{PACKAGE}.")
+            if handler is None or handler.request_streaming or (foreign and handler.response_streaming):
+                return handler  # not remembered, since anybody can ask for methods that do not exist; gRPC's own streams differ
             self._wrapped[method] = _decoding(handler)
         return self._wrapped[method]
 
