@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from rollbook.core import bounds
 from rollbook.core.errors import InvalidRequest
+from rollbook.observe.metrics import RPC_SECONDS
 from rollbook.rpc import status
 
 PACKAGE = "rollbook.v1"
@@ -129,11 +130,11 @@ class Intake(grpc.ServerInterceptor):
             foreign = not method.startswith(f"/{PACKAGE}.")
             if handler is None or handler.request_streaming or (foreign and handler.response_streaming):
                 return handler  # not remembered, since anybody can ask for methods that do not exist; gRPC's own streams differ
-            self._wrapped[method] = _decoding(handler)
+            self._wrapped[method] = _decoding(method.rpartition("/")[2], handler)
         return self._wrapped[method]
 
 
-def _decoding(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+def _decoding(method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     decode = handler.request_deserializer
 
     def read(data: bytes, context: grpc.ServicerContext) -> Any:
@@ -146,6 +147,7 @@ def _decoding(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
             refused = InvalidRequest(f"these {len(data)} bytes are no request of this method; check the release of both sides")
         except InvalidRequest as error:
             refused = error
+        RPC_SECONDS.labels(method, type(refused).__name__).observe(0.0)
         context.set_trailing_metadata(status.metadata_of(refused))
         context.abort(status.code_of(refused), status.message_of(refused))
 
