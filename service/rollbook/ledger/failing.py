@@ -13,6 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from rollbook.core.bounds import INT32_MAX
 from rollbook.core.errors import InvalidRequest, UnknownSlot
 from rollbook.core.records import (
     Blame,
@@ -89,6 +90,8 @@ class Failing(Breaker):
     def _judge_report(self, conn: sa.Connection, f: FailureReport) -> tuple[SubmitOutcome, str, Any]:
         if f.status is RewardStatus.GIVEN:
             return SubmitOutcome.INVALID, "status 'given' is a sample, submit it", None
+        if not 0 <= f.key.sibling <= INT32_MAX:
+            return SubmitOutcome.INVALID, f"the run has no slot {f.key}", None
         told = next((row for row in self._failures_of(conn, *f.key) if row.lease_token == f.lease_token), None)
         if told is not None and not is_silent(told):
             return SubmitOutcome.REPLAYED, "this failure is recorded already", None

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
+from rollbook.core.bounds import SIBLINGS_MAX, json_object
 from rollbook.core.errors import CursorMoved, InvalidRequest
 from rollbook.core.idempotency import digest, sample_seed
+from rollbook.core.packing import unpack_i32
 from rollbook.core.records import Cursor, GroupSpec, Role, RoleTerm, SlotKey
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import LedgerBase, again_on_conflict, load_kept
@@ -21,6 +23,8 @@ from rollbook.observe.failpoints import failpoint
 
 GROUPS_MAX = 10_000
 """Most groups of one append."""
+SLOTS_MAX = 1_000_000
+"""Most slots of one append, over all its groups."""
 
 
 class Feeding(LedgerBase):
@@ -204,6 +208,7 @@ def _append_digest(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) -
 def _check_append(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) -> None:
     if before.stream != after.stream:
         raise InvalidRequest(f"one append moves one stream, not {before.stream!r} to {after.stream!r}")
+    json_object(after.state_json, "state_json")
     if len(groups) > GROUPS_MAX:
         raise InvalidRequest(f"{len(groups)} groups in one append; at most {GROUPS_MAX}")
     if after.next_ordinal != before.next_ordinal + len(groups):
@@ -214,7 +219,11 @@ def _check_append(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) ->
     for i, g in enumerate(groups):
         if g.ordinal != before.next_ordinal + i:
             raise InvalidRequest(f"group {i} of the append has ordinal {g.ordinal}, expected {before.next_ordinal + i}: no gaps")
-        if g.n_siblings < 1 or not g.prompt_ids or len(g.prompt_ids) % 4:
-            raise InvalidRequest(f"group {g.ordinal}: needs n_siblings >= 1 and a prompt of whole int32 token ids")
+        if not 1 <= g.n_siblings <= SIBLINGS_MAX:
+            raise InvalidRequest(f"group {g.ordinal}: n_siblings = {g.n_siblings}: must be between 1 and {SIBLINGS_MAX}")
+        if not g.prompt_ids or len(g.prompt_ids) % 4 or min(unpack_i32(g.prompt_ids)) < 0:
+            raise InvalidRequest(f"group {g.ordinal}: needs a prompt of whole int32 token ids, none of them negative")
         if g.refills is not None:
             raise InvalidRequest(f"group {g.ordinal}: refills are issued by the ledger, not by the feeder")
+    if (n_slots := sum(g.n_siblings for g in groups)) > SLOTS_MAX:
+        raise InvalidRequest(f"{n_slots} slots in one append; at most {SLOTS_MAX}")

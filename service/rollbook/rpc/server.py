@@ -21,6 +21,7 @@ from rollbook.core.settings import SecurityConfig
 from rollbook.rpc.credentials import server_credentials
 from rollbook.rpc.gate import Gate
 from rollbook.rpc.guard import SERVICE, Guard, Standing
+from rollbook.rpc.intake import Intake
 from rollbook.rpc.limits import Overload, Pool, Rates, Refusals
 from rollbook.rpc.servicer import LedgerServicer
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
@@ -142,7 +143,8 @@ def serve(
     server = grpc.server(
         pool,
         interceptors=(
-            *outer, *interceptors, Guard(run_id, standing, Rates(security.calls_per_s_max), gate.check_own if gate else None),
+            *outer, *interceptors, Intake(),
+            Guard(run_id, standing, Rates(security.calls_per_s_max), gate.check_own if gate else None),
         ),
         options=_options(max_message_bytes or security.message_bytes_max, security.calls_open_max),
         maximum_concurrent_rpcs=4 * threads,
