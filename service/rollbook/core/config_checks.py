@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.kind": ("bounded", "fixed"),
     "ledger.late_submit": ("salvage", "strict"),
+    "cluster.workers": ("config", "fill"),
     "ledger.straggler": ("wait", "drop"),
     "task.source": ("jsonl", "parquet", "reasoning_gym", "environment"),
     "sandbox.backend": ("auto", "zygote", "bubblewrap", "landlock", "unsafe"),
@@ -50,12 +51,15 @@ AT_LEAST: dict[str, float] = {
     "environment.turns_max": 1,
     "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
     "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1,
+    "cluster.worker_cpus": 0, "cluster.worker_gpus": 0, "cluster.learner_cpus": 0, "cluster.learner_gpus": 0,
+    "cluster.server_cpus": 0,
 }  # fmt: skip
 """Smallest value of a number."""
 
 POSITIVE = (
     "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
     "ledger.breaker_pause_s", "environment.tool_s", "environment.score_s", "sandbox.cpu_s", "sandbox.wall_s",
+    "cluster.place_s", "cluster.unreachable_s", "cluster.orphan_s",
 )  # fmt: skip
 """Numbers that must exceed 0."""
 

@@ -22,7 +22,7 @@ from rollbook.core.records import ResumePoint
 from rollbook.rpc.address import address_in
 from rollbook.rpc.client import LedgerClient
 from rollbook.supervise import logs
-from rollbook.supervise.process import ProcessRecord
+from rollbook.supervise.backend import Target
 
 FIRST_LOOK_S = 0.1
 LOOK_S = 1.0
@@ -37,7 +37,7 @@ REPORTS_KEPT = 20
 class Watched:
     """One live role process and the file it writes to."""
 
-    record: ProcessRecord
+    record: Target
     log: Path
 
 
