@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rollbook.cli import inspecting, maintaining, modelling, repairing, roles, running, tasks
+from rollbook.cli import clustering, inspecting, maintaining, modelling, repairing, roles, running, tasks
 from rollbook.core.errors import (
     ChainMismatch,
     ConfigError,
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of language models over a ledger: written once, trained once, never lost.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in (running, roles, inspecting, maintaining, repairing, modelling, tasks):
+    for group in (running, clustering, roles, inspecting, maintaining, repairing, modelling, tasks):
         group.register(commands)
     return parser
 

@@ -57,6 +57,8 @@ class Placement:
     """Name and index of the devices it was given."""
     driver: str = ""
     """Version of the GPU driver; empty without GPUs."""
+    node_id: str = ""
+    """Ray's id of the node."""
 
 
 @dataclass(frozen=True, slots=True)

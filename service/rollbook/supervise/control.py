@@ -37,13 +37,13 @@ class Control:
     Raises: Unavailable when another supervisor has the run directory.
     """
 
-    def __init__(self, run_dir: Path, run_id: str) -> None:
+    def __init__(self, run_dir: Path, run_id: str, attempt: str = "") -> None:
         self._dir = run_dir / "supervisor"
         self._lock_fd = _lock(self._dir / "lock", run_id)
         self.id = uuid.uuid4().hex
         self._state: dict = {
-            "supervisor": self.id, "pid": os.getpid(), "host": socket.gethostname(), "beat": 0, "outcome": RUNNING,
-            "started_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            "supervisor": self.id, "attempt": attempt, "pid": os.getpid(), "host": socket.gethostname(), "beat": 0,
+            "outcome": RUNNING, "started_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         }  # fmt: skip
         self._closed = threading.Event()
         self._read_at = 0.0

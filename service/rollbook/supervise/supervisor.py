@@ -48,6 +48,7 @@ class Supervisor:
         backend: where roles run.
         on_event: told in one text what happened; from several threads.
         accept: names of changed fields, passed on to the ledger server.
+        attempt: what the supervisor and those that replace it after a crash have in common; kept in its state.
 
     Raises: Unavailable (another supervisor has the run directory), ConfigError.
     """
@@ -59,6 +60,7 @@ class Supervisor:
         backend: Backend,
         on_event: Callable[[str], None] = print,
         accept: Sequence[str] = (),
+        attempt: str = "",
     ) -> None:
         _check(config)
         self.config = config
@@ -69,7 +71,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._at_once = threading.Event()
         (self.dir / "supervisor").mkdir(parents=True, exist_ok=True)
-        self._control = control.Control(self.dir, config.run.id)
+        self._control = control.Control(self.dir, config.run.id, attempt)
         cpus = config.cluster.server_cpus
         self._ledger = self._child("ledger", LEDGER, *(f"--accept={name}" for name in accept), needs=Needs(cpus))
         self._learner = self._child("learner", LEARNER, threads=config.learner.threads, needs=learner_needs(config))
