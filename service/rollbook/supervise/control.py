@@ -73,7 +73,7 @@ class Control:
         os.close(self._lock_fd)
 
     def _beat(self) -> None:
-        while not self._closed.wait(BEAT_S):
+        while not self._closed.wait(max(BEAT_S, 0.01)):
             self._state["beat"] += 1
             self._write()
 

@@ -11,6 +11,7 @@ as superseded, and the predecessor's term decides when it may begin (R12).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import uuid
@@ -54,7 +55,8 @@ def connect(address: str, run_id: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(
-            address=address, namespace=namespace_of(run_id), log_to_driver=False, logging_level="error", configure_logging=False
+            address=address, namespace=namespace_of(run_id), log_to_driver=False, logging_level=logging.ERROR,
+            configure_logging=False,
         )  # fmt: skip
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise Unavailable(f"no Ray cluster answers at {address!r}: {_brief(error)}; start one with `ray start --head`") from error
@@ -217,7 +219,7 @@ class RayBackend:
                 emit(f"{role} goes on under this supervisor")
                 continue
             emit(f"ending {role} left by an earlier supervisor")
-            _within(KILL_S, lambda actor=actor: actor.kill.remote())
+            _within(KILL_S, actor.kill.remote)
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(actor, no_restart=True)
         return dict(self._roles)

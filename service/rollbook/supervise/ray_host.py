@@ -38,7 +38,8 @@ class RoleHost:
         self._asked_at = time.monotonic()
         self._record = ProcessRecord(order.name, 0, 0, incarnation)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        env = inherited | identity(order.env, incarnation, supersedes)
+        self._address = ray.util.get_node_ip_address()
+        env = inherited | {"ROLLBOOK_NODE_ADDRESS": self._address} | identity(order.env, incarnation, supersedes)
         order.log.parent.mkdir(parents=True, exist_ok=True)
         with order.log.open("ab") as out:
             handle = spawn([sys.executable, *order.argv[1:]], env, out, self._known)
@@ -78,7 +79,7 @@ class RoleHost:
         context = ray.get_runtime_context()
         given = [str(index) for index in context.get_accelerator_ids().get("GPU", [])]
         gpus, driver = devices(given) if order.needs.gpus else ((), "")
-        node = f"{ray.util.get_node_ip_address()} ({context.get_node_id()[:8]})"
+        node = f"{self._address} ({context.get_node_id()[:8]})"
         return Placement(
             order.name, self._record.incarnation, node, socket.gethostname(), self._record.pid, self._record.start_time,
             gpus or tuple(f"GPU {index}" for index in given), driver, context.get_node_id(),

@@ -101,7 +101,8 @@ def start_detached(
         "name": NAME, "namespace": namespace_of(config.run.id), "lifetime": "detached", "max_restarts": -1, "num_cpus": 0,
     }  # fmt: skip
     try:
-        actor = ray.remote(SupervisorHost).options(**options).remote(
+        host: Any = ray.remote(SupervisorHost)
+        actor = host.options(**options).remote(
             config.to_json(), list(config_args), dict(env), list(accept), attempt
         )  # fmt: skip
     except ValueError as error:
