@@ -15,11 +15,13 @@ import sys
 import time
 from pathlib import Path
 
+from run_support import environment
+
 OBJECT_STORE_BYTES = 80 << 20
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_prestart_worker_first_driver": "0",
     "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "5", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_health_check_failure_threshold": "5",
 }  # fmt: skip
 """No statistics are sent, no idle workers are started, a dead node is noticed within seconds."""
 
@@ -56,7 +58,7 @@ class RayCluster:
     def __init__(self, directory: Path) -> None:
         # Sockets of a session have long names, and a path of a socket may have 107 bytes.
         self._directory = directory
-        env = os.environ | QUIET | {"RAY_TMPDIR": str(directory)}
+        env = environment(**QUIET, RAY_TMPDIR=str(directory))
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
         )  # fmt: skip

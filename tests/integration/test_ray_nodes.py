@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(600), needs_ray]
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[tuple[RayCluster, list[Node]]]:
-    with cluster(3, 3) as started:
+    with cluster(4, 4) as started:
         yield started
 
 
@@ -38,7 +38,7 @@ def test_a_killed_node_costs_nothing_but_time(three: tuple[RayCluster, list[Node
         run.wait_for("step    2/8")
         assert {run.where("worker-0"), run.where("worker-1")} == {node.id for node in nodes}, "workers are spread"
         killed(run, nodes, "learner")
-        nodes.append(started.add(3))  # another node joins, and takes what the killed one cannot
+        nodes.append(started.add(4))  # another node joins, and takes what the killed one cannot
         code = run.code(400.0)
         output = run.output()
         assert code == 0, f"{output}\n{run.tails()}"

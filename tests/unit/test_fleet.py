@@ -11,7 +11,7 @@ import pytest
 from rollbook.core.config import Config, load_config, with_worker
 from rollbook.core.errors import ConfigError
 from rollbook.supervise import control, fleet
-from rollbook.supervise.backend import LEARNER, WORKER, Needs, Node, Order, Placement, Running
+from rollbook.supervise.backend import LEARNER, LEDGER, WORKER, Needs, Node, Order, Placement, Running
 from rollbook.supervise.children import Child
 from rollbook.supervise.control import CONFIGURED, FILL
 from rollbook.supervise.fleet import Fleet
@@ -82,7 +82,7 @@ class World:
         self.config: Config = load_config(tmp_path / "run.toml", ["workers.0.count=2", *overrides])
         self.places, self.said = Places(), list[str]()
         self.fleet = Fleet(self.config, self.places, self.said.append)
-        self.learner = self.child("learner", LEARNER)
+        self.ledger, self.learner = self.child("ledger", LEDGER), self.child("learner", LEARNER)
         self.children = [self.learner, self.worker(0), self.worker(1)]
         for child in self.children:
             self.run(child)
@@ -105,7 +105,7 @@ class World:
         return child.goes()
 
     def look(self, wanted: int | str) -> list[str]:
-        self.fleet.tend(self.children, self.worker, wanted)
+        self.fleet.tend(self.ledger, self.children, self.worker, wanted)
         return [c.name for c in self.children if c.kind == WORKER and not c.retired]
 
 
@@ -218,6 +218,7 @@ def test_a_supervisor_obeys_an_order_to_stop_that_names_it_and_no_other(tmp_path
     finally:
         mine.close(False, ConfigError("no"), {"learner": 2})
     state = control.read_state(tmp_path)
-    assert (state["outcome"], state["error"], state["message"], state["deaths"]) == ("failed", "ConfigError", "no", {"learner": 2})
+    assert (state["outcome"], state["error"], state["message"]) == ("failed", "ConfigError", "no")
+    assert state["deaths"] == {"learner": 2}
     control.Control(tmp_path, "tiny").close(True, None, {})
     assert control.read_state(tmp_path)["outcome"] == control.COMPLETE

@@ -68,6 +68,8 @@ def up(args: argparse.Namespace) -> int:
     print(f"configuration {record.config_digest[:16]}  ledger {shown_url(config.ledger.url)}", flush=True)
     ray_backend.connect(args.ray, config.run.id)
     env = ray_backend.carried_environment()
+    backend = ray_backend.RayBackend(config, env)
+    backend.check(config)
     if ray_supervisor.find(config.run.id) is not None:
         print("its supervisor runs on the cluster already", flush=True)
         return 0 if args.detach else _follow(config, args)
@@ -76,7 +78,7 @@ def up(args: argparse.Namespace) -> int:
         print(f"it runs detached; attach: rollbook up {args.config} --ray {args.ray}  end: rollbook down {args.config}")
         return 0
     progress = Progress(lambda: client_for(config, retry_s=1.0), config, plain=args.plain)
-    supervisor = Supervisor(config, config_args(args), ray_backend.RayBackend(config, env), progress.event, args.accept)
+    supervisor = Supervisor(config, config_args(args), backend, progress.event, args.accept)
     with progress, stopped_by(supervisor.request_stop):
         complete = supervisor.run(progress.opened, progress.flush)
     if deaths := supervisor.deaths():

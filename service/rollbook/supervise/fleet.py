@@ -28,8 +28,8 @@ class Fleet:
         self._configured = sum(kind.count for kind in config.workers)
         self._wanted: int | str = CONFIGURED
 
-    def tend(self, children: list[Child], worker: Callable[[int], Child], wanted: int | str) -> None:
-        """Look around, at most every ``LOOK_S``: adds workers to ``children`` and asks others to go."""
+    def tend(self, ledger: Child, children: list[Child], worker: Callable[[int], Child], wanted: int | str) -> None:
+        """Look around, at most every ``LOOK_S``: adds workers to ``children`` and asks others to go, the ledger server too."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_S:
             return
@@ -37,9 +37,10 @@ class Fleet:
         if wanted == CONFIGURED:
             wanted = self._config.cluster.workers if self._config.cluster.workers == FILL else self._configured
         self._scale(children, worker, wanted)
-        self._leave(children)
-        self._yield(children)
-        for child in children:
+        everybody = [ledger, *children]
+        self._leave(everybody)
+        self._yield(everybody)
+        for child in everybody:
             if child.leaving and child.process is not None and now >= child.kill_at:
                 self._emit(f"{child.name} did not stop within {self._config.supervisor.drain_s:.0f} s; killing it")
                 child.kill_at = now + self._config.supervisor.drain_s

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ from rollbook.supervise.policy import EXIT_STOPPED
 from rollbook.supervise.process import EXIT_UNKNOWN, ProcessRecord
 from rollbook.supervise.ray_host import RoleHost, end_left
 
+CONNECT_S = 10.0
+"""How long a cluster's address may take to accept a connection."""
 POLL_S = 0.25
 """How often a host is asked."""
 ANSWER_S = 5.0
@@ -52,13 +55,15 @@ def namespace_of(run_id: str) -> str:
 
 def connect(address: str, run_id: str) -> None:
     """Become a client of a cluster that runs already. Raises Unavailable naming the address."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    host, colon, port = address.rpartition(":")
     try:
+        if colon and port.isdecimal():  # Ray itself would ask a dead address for minutes
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         ray.init(
             address=address, namespace=namespace_of(run_id), log_to_driver=False, logging_level=logging.ERROR,
             configure_logging=False,
         )  # fmt: skip
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise Unavailable(f"no Ray cluster answers at {address!r}: {_brief(error)}; start one with `ray start --head`") from error
 
 
@@ -84,7 +89,9 @@ class RayRole:
         self.name, self.incarnation = name, incarnation
         self._target, self._actor = RayTarget(name, actor), actor
         self._unreachable_s, self._is_alive = unreachable_s, is_alive
-        self._started_at = self._heard_at = time.monotonic()
+        self._started_at = time.monotonic()
+        self._unanswered_since = 0.0
+        """When it was asked first without an answer since; 0 when there is no such question."""
         self._call: Any = None
         self._next_at = 0.0
         self._killed_at = 0.0
@@ -148,6 +155,7 @@ class RayRole:
             if now < self._next_at:
                 return
             self._call = self._actor.ask.remote()
+            self._unanswered_since = self._unanswered_since or now
         if not ray.wait([self._call], timeout=0)[0]:
             self._bear(now, "")
             return
@@ -159,7 +167,7 @@ class RayRole:
         except ray.exceptions.RayError as error:
             self._lose(_brief(error))
         else:
-            self._heard_at, self._placement, self._target.pid = now, placement, placement.pid
+            self._unanswered_since, self._placement, self._target.pid = 0.0, placement, placement.pid
             if code is not None:
                 self.is_known_dead = True
                 self._give_up(code)
@@ -168,7 +176,7 @@ class RayRole:
         """No answer: nothing is concluded from it before its time."""
         if self._killed_at and now - self._killed_at > KILL_S:
             self._lose("its host did not kill it in time")
-        elif self._placement is not None and now - self._heard_at > self._unreachable_s:
+        elif self._placement is not None and now - self._unanswered_since > self._unreachable_s:
             self._lose(why or f"its host has answered nothing for {self._unreachable_s:.0f} s")
 
     def _lose(self, why: str) -> None:
@@ -272,10 +280,21 @@ class RayBackend:
     def close(self) -> None:
         """Every host has gone with its role."""
 
+    def check(self, config: Config) -> None:
+        """Refuse what cannot work on these nodes. Raises ConfigError."""
+        addresses = {node.name.split()[0] for node in self.nodes()}
+        listens_here = config.ledger.address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
+        if listens_here and len(addresses) > 1 and not all(address.startswith("127.") for address in addresses):
+            raise ConfigError(
+                f"ledger.address = {config.ledger.address!r}: roles on the nodes {', '.join(sorted(addresses))} cannot reach a "
+                "ledger server that listens on loopback; with 0.0.0.0:0 it tells them the address of its node"
+            )
+
     def _role(self, name: str, incarnation: str, actor: Any) -> RayRole:
         return RayRole(name, incarnation, actor, self._config.unreachable_s, self._is_alive)
 
     def _is_alive(self, node_id: str) -> bool:
+        self._nodes = (float("-inf"), self._nodes[1])  # it may have died since the last look
         return any(node.id == node_id for node in self.nodes())
 
     def _settle(self, previous: RayRole | None) -> str:

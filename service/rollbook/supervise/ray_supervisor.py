@@ -51,14 +51,17 @@ class SupervisorHost:
     def _run(self) -> None:
         config_args, accept, attempt = self._arguments
         state = control.read_state(Path(self._config.run.dir))
-        if state.get("attempt") != attempt or state.get("outcome") == control.RUNNING:  # else it has ended before it could go
+        try:
+            if state.get("attempt") == attempt and state.get("outcome") != control.RUNNING:
+                return  # its predecessor has ended the run and had no time to go
             supervisor = self._begin(config_args, accept, attempt)
             if supervisor is None:
                 time.sleep(ANSWER_S)  # whoever has started it reads the reason
             else:
                 with contextlib.suppress(RollbookError):  # it is in the state
                     supervisor.run()
-        ray.kill(self._me, no_restart=True)
+        finally:
+            ray.kill(self._me, no_restart=True)
 
     def _begin(self, config_args: list[str], accept: list[str], attempt: str) -> Supervisor | None:
         deadline = time.monotonic() + PREDECESSOR_S

@@ -143,7 +143,7 @@ class Supervisor:
                 if self._is_open(on_open):
                     for child in list(self._others):
                         self._tend(child)
-                    self._fleet.tend(self._others, self._worker, self._control.wanted_workers())
+                    self._fleet.tend(self._ledger, self._others, self._worker, self._control.wanted_workers())
                 self._look_around()
                 time.sleep(POLL_S)
         except RollbookError as error:
