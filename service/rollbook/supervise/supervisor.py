@@ -206,8 +206,8 @@ class Supervisor:
                 self._start(child)
             return
         code = child.process.exit_code()
+        self._note_place(child, child.process)
         if code is None:
-            self._note_place(child, child.process)
             if child is self._ledger:
                 self._end_hung_ledger(child.process)
             return
