@@ -79,6 +79,8 @@ class TinyRun:
         self.root, self.dir, self.config = root, root / "run", root / "run.toml"
         self.failpoints = dict(failpoints or {})
         self.once = True
+        self.verb: tuple[str, ...] = ("run",)
+        """The command that supervises, and what follows its CONFIG."""
         self.markers = root / "fired"
         self.markers.mkdir(parents=True)
         self.config.write_text(CONFIG)
@@ -94,8 +96,8 @@ class TinyRun:
         env = environment(ROLLBOOK_FAILPOINTS=armed, ROLLBOOK_FAILPOINTS_ONCE_DIR=str(self.markers) if self.once else "")
         with self.output_file.open("ab") as out:
             self.process = subprocess.Popen(
-                [*ROLLBOOK, "run", str(self.config), *arguments], env=env, stdin=subprocess.DEVNULL, cwd=self.root,
-                stdout=out if stdout is None else stdout, stderr=subprocess.STDOUT,
+                [*ROLLBOOK, self.verb[0], str(self.config), *self.verb[1:], *arguments], env=env, cwd=self.root,
+                stdin=subprocess.DEVNULL, stdout=out if stdout is None else stdout, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
     def output(self) -> str:

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from rollbook.cli.common import add_accept, add_config, client_for, read_config
-from rollbook.core.config import Config
+from rollbook.core.config import Config, with_worker
 from rollbook.core.security import FEEDER, LEARNER, WORKER, forget_tokens
 from rollbook.observe import failpoints
 from rollbook.observe import log as logs
@@ -38,6 +38,9 @@ def register(commands: argparse._SubParsersAction) -> None:
         add_config(parser)
         if name == "worker":
             parser.add_argument("--index", type=int, default=0, help="which worker of the configuration this is, from 0")
+            parser.add_argument(
+                "--more", action="store_true", help="with an index beyond the configuration: one more of the last configured kind"
+            )
         if name == "ledger":
             add_accept(parser)
             parser.add_argument(
@@ -120,6 +123,8 @@ def run_learner(args: argparse.Namespace) -> int:
 def run_worker(args: argparse.Namespace) -> int:
     """Generate until the run drains."""
     config, stop = _begin("worker", args)
+    if args.more:
+        config = with_worker(config, args.index)
     from rollbook.rollout.worker import run_worker as work
 
     client, beat_client = _clients(config, WORKER, 2)

@@ -21,6 +21,7 @@ from rollbook.core.records import RunRules, ScheduleKind
 from rollbook.core.settings import (
     ChaosConfig,
     CheckpointConfig,
+    ClusterConfig,
     EnvironmentConfig,
     LearnerConfig,
     LedgerConfig,
@@ -56,6 +57,7 @@ class Config:
     security: SecurityConfig = SecurityConfig()
     retention: RetentionConfig = RetentionConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    cluster: ClusterConfig = ClusterConfig()
     chaos: ChaosConfig = ChaosConfig()
 
     def __post_init__(self) -> None:
@@ -110,7 +112,7 @@ class Config:
         for section in ("environment", "sandbox"):  # with only such fields it is as if it were not there
             if not content.get(section):
                 content.pop(section, None)
-        for section in ("supervisor", "ledger", "security", "checkpoint", "retention", "chaos"):
+        for section in ("supervisor", "cluster", "ledger", "security", "checkpoint", "retention", "chaos"):
             content.pop(section, None)
         content["ledger"] = _not_default(self.rules())
         return digest("config", json.dumps(content, sort_keys=True))
@@ -118,12 +120,20 @@ class Config:
 
 FREE = (
     "run.dir", "run.chaos_allowed", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
-    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "retention.", "supervisor.", "chaos", "security",
+    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "retention.", "supervisor.", "chaos", "security", "cluster.",
     "ledger.url", "ledger.password_file", "ledger.address", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port",
     "ledger.group_commit_max", "ledger.payload_bytes_max", "ledger.ordinals_per_partition", "ledger.standbys",
     "environment.tool_s", "environment.score_s", "environment.processes", "environment.attempts_max", "sandbox.slots",
 )  # fmt: skip
 """Beginnings of the paths that are not part of ``Config.digest``: they may change at any time."""
+
+
+def with_worker(config: Config, index: int) -> Config:
+    """The configuration with as many workers of its last kind as give one the index: a fleet may grow beyond what it names."""
+    missing = index + 1 - sum(kind.count for kind in config.workers)
+    last = config.workers[-1]
+    grown = dataclasses.replace(last, count=last.count + max(0, missing))
+    return dataclasses.replace(config, workers=(*config.workers[:-1], grown))
 
 
 ADAPTERS = ("trl", "verl", "rg", "verifiers")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.kind": ("bounded", "fixed"),
     "ledger.late_submit": ("salvage", "strict"),
+    "cluster.workers": ("config", "fill"),
     "ledger.straggler": ("wait", "drop"),
     "task.source": ("jsonl", "parquet", "reasoning_gym", "environment"),
     "sandbox.backend": ("auto", "zygote", "bubblewrap", "landlock", "unsafe"),
@@ -52,13 +53,15 @@ AT_LEAST: dict[str, float] = {
     "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
     "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1, "security.message_bytes_max": 2 << 20,
     "security.calls_open_max": 4, "security.calls_waiting_max": 1,
+    "cluster.worker_cpus": 0, "cluster.worker_gpus": 0, "cluster.learner_cpus": 0, "cluster.learner_gpus": 0,
+    "cluster.server_cpus": 0,
 }  # fmt: skip
 """Smallest value of a number."""
 
 POSITIVE = (
     "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
     "ledger.breaker_pause_s", "security.calls_per_s_max", "retention.every_s", "environment.tool_s", "environment.score_s",
-    "sandbox.cpu_s", "sandbox.wall_s",
+    "sandbox.cpu_s", "sandbox.wall_s", "cluster.place_s", "cluster.unreachable_s", "cluster.orphan_s",
 )  # fmt: skip
 """Numbers that must exceed 0."""
 

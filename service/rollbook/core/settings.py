@@ -386,6 +386,30 @@ class SupervisorConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """What roles reserve on a Ray cluster (``rollbook up --ray``), and how patient their supervisor is with its nodes."""
+
+    workers: str = "config"
+    """``config`` runs the workers of ``[[workers]]``; ``fill`` as many as fit, more when a node joins, fewer when one leaves."""
+    worker_cpus: float = 0.0
+    """CPUs of a worker; 0 = its ``threads``."""
+    worker_gpus: float = 1.0
+    """GPUs, or the share of one, of a worker with ``device = "cuda"``."""
+    learner_cpus: float = 0.0
+    """CPUs of the learner; 0 = its ``threads``."""
+    learner_gpus: float = 1.0
+    """GPUs of a learner with ``device = "cuda"``."""
+    server_cpus: float = 0.0
+    """CPUs of the ledger server and of the feeder, each; with 0 they find a place on any node."""
+    place_s: float = 15.0
+    """A role that has waited this long for a place is told of; one without which nothing advances takes a worker's place."""
+    unreachable_s: float = 10.0
+    """A role whose node has answered nothing for this long is lost, and is started elsewhere."""
+    orphan_s: float = 60.0
+    """A role whose supervisor has asked nothing for this long ends itself."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChaosConfig:
     """Faults at named places, for drills; needs ``run.chaos_allowed = true``."""
 

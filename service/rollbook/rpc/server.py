@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollbook.core.errors import ConfigError, RollbookError, ServerFenced, Unavailable
+from rollbook.core.host import node_address
 from rollbook.core.ports import LedgerPort
 from rollbook.core.security import check_reach, load_grants
 from rollbook.core.settings import SecurityConfig
@@ -187,6 +188,6 @@ def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials
 
 
 def _reachable_host(address: str) -> str:
-    """Host that clients dial; a wildcard is no destination, so this machine's name stands for it."""
+    """Host that clients dial; a wildcard is no destination, so the node's address or this machine's name stands for it."""
     host = address.rpartition(":")[0]
-    return socket.gethostname() if host in ("0.0.0.0", "[::]", "*") else host
+    return (node_address() or socket.gethostname()) if host in ("0.0.0.0", "[::]", "*") else host

@@ -200,6 +200,12 @@ class RoleProcess:
         self.record.kill_tree()
 
 
+def identity(env: Mapping[str, str], incarnation: str, supersedes: str) -> dict[str, str]:
+    """``env`` with what a role is told by the process that starts it: who it is, whom it replaces, with whom it dies."""
+    mine = {"ROLLBOOK_INCARNATION": incarnation, "ROLLBOOK_SUPERSEDES": supersedes, SUPERVISED_BY: str(os.getpid())}
+    return {**env, **mine}
+
+
 def start(
     name: str, argv: Sequence[str], log: Path, env: dict[str, str], table: ProcessTable, launch: Launcher = spawn
 ) -> RoleProcess:
@@ -210,10 +216,7 @@ def start(
     """
     incarnation = uuid.uuid4().hex
     previous = table.records().get(name)
-    whole_env = {
-        **os.environ, **env, "ROLLBOOK_INCARNATION": incarnation, SUPERVISED_BY: str(os.getpid()),
-        "ROLLBOOK_SUPERSEDES": previous.incarnation if previous else "",
-    }  # fmt: skip
+    whole_env = os.environ | identity(env, incarnation, previous.incarnation if previous else "")
     record = ProcessRecord(name, 0, 0, incarnation)
 
     def known(pid: int) -> None:

@@ -25,7 +25,7 @@ from rollbook.rpc.address import addresses_in
 from rollbook.rpc.client import LedgerClient
 from rollbook.rpc.credentials import client_access
 from rollbook.supervise import logs
-from rollbook.supervise.process import ProcessRecord
+from rollbook.supervise.backend import Target
 
 FIRST_LOOK_S = 0.1
 LOOK_S = 1.0
@@ -40,7 +40,7 @@ REPORTS_KEPT = 20
 class Watched:
     """One live role process and the file it writes to."""
 
-    record: ProcessRecord
+    record: Target
     log: Path
 
 
