@@ -1,7 +1,8 @@
 """`rollbook ledger · worker · learner · feeder`: one role each, as a plain process any scheduler can run.
 
-Owns signals, identity and exit codes of a role process. The roles' work is in the layers below. SIGTERM and SIGINT ask for
-a graceful end, a second one ends the process at once; SIGUSR1 writes the stacks of all threads to standard error.
+Owns identity, health and exit codes of a role process. The roles' work is in the layers below. SIGTERM and SIGINT ask for
+a graceful end within ``supervisor.drain_s``, a second one ends the process at once (``signals``); SIGUSR1 writes the stacks of
+all threads to standard error.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import logging
+import os
 import signal
 import threading
 from pathlib import Path
 
 from rollbook.cli.common import add_accept, add_config, client_for, read_config
+from rollbook.cli.signals import StopSignals
 from rollbook.core.config import Config
-from rollbook.observe import failpoints
+from rollbook.core.errors import ConfigError
+from rollbook.core.host import incarnation
+from rollbook.observe import failpoints, progress
 from rollbook.observe import log as logs
-from rollbook.supervise.policy import EXIT_STOPPED
+from rollbook.observe.health import Health, HealthPage
+from rollbook.supervise.policy import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from rollbook.supervise.process import die_with_supervisor
 
 log = logging.getLogger(__name__)
@@ -37,28 +43,57 @@ def register(commands: argparse._SubParsersAction) -> None:
             parser.add_argument("--index", type=int, default=0, help="which worker of the configuration this is, from 0")
         if name == "ledger":
             add_accept(parser)
+        parser.add_argument(
+            "--health-port", type=int, metavar="PORT", help="show /livez, /readyz and /progressz on loopback; 0 = not"
+        )  # fmt: skip
         parser.set_defaults(function=function)
 
 
 def _begin(role: str, args: argparse.Namespace) -> tuple[Config, threading.Event]:
-    """Common start of a role: die with the supervisor, stack dumps, logs, signals, configuration."""
-    die_with_supervisor()
+    """Common start of a role: die with the supervisor, stack dumps, logs, signals, configuration, progress and health."""
+    supervised = die_with_supervisor()
+    os.environ["ROLLBOOK_INCARNATION"] = incarnation()  # from here on the same whenever asked, and known to what is started
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     logs.configure(role)
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: object) -> None:
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    signals = StopSignals()
     config = read_config(args)
+    name = f"worker-{args.index}" if role == "worker" else role
+    reporter = progress.open_reporter(name, progress.progress_file(config.run.dir, name) if supervised else None)
+    _show_health(reporter, config, role, args)
+    if not supervised:  # a supervisor keeps the time of a drain itself
+        signals.limit(config.supervisor.drain_s, lambda: _give_back(config, args.index) if role == "worker" else None)
     failpoints.arm_configured(config.chaos.failpoints, Path(config.run.dir) / "chaos" if config.chaos.once else "")
     if armed := failpoints.armed():
         log.warning("failpoints are armed", extra={"event": "failpoints_armed", "points": armed, "unknown": failpoints.unknown()})
-    return config, stop
+    return config, signals.stop
+
+
+def _show_health(reporter: progress.Reporter, config: Config, role: str, args: argparse.Namespace) -> None:
+    """Answer probes while the process lives. A port that is taken costs the page and not the role."""
+    place = 3 + args.index if role == "worker" else ("ledger", "feeder", "learner").index(role)
+    port = args.health_port
+    if port is None:
+        port = config.run.health_port + place if config.run.health_port else 0
+    if port == 0:
+        return
+    try:
+        page = HealthPage(port, Health(reporter, progress.Bounds.of(config)))
+    except ConfigError as error:
+        log.error("no health is shown: %s", error, extra={"event": "health_unserved"})
+    else:
+        log.info("health", extra={"event": "health_served", "port": page.port})
+
+
+def _give_back(config: Config, index: int) -> None:
+    """Free the slots that a worker out of time still holds, instead of letting them wait for their TTL."""
+    from rollbook.rollout.leases import LeaseNote
+
+    note = LeaseNote(Path(config.run.dir) / "spool" / f"worker-{index}" / "leases.json", config.run.id)
+    if held := note.left_by(incarnation()):
+        with client_for(config, retry_s=1.0) as client:
+            client.report_failures(held)
+        log.warning("leases given back", extra={"event": "leases_given_back", "slots": len(held)})
 
 
 def run_ledger(args: argparse.Namespace) -> int:
@@ -74,8 +109,8 @@ def run_ledger(args: argparse.Namespace) -> int:
 def _ended(done: bool, stop: threading.Event) -> int:
     """Exit code: 0 only when the role's work is done; a role that was told to stop before says so."""
     if done:
-        return 0
-    return EXIT_STOPPED if stop.is_set() else 1
+        return EXIT_DONE
+    return EXIT_STOPPED if stop.is_set() else EXIT_FAILED
 
 
 def run_feeder(args: argparse.Namespace) -> int:

@@ -47,6 +47,7 @@ AT_LEAST: dict[str, float] = {
     "learner.lr": 0, "learner.warmup_steps": 0, "learner.threads": 1, "learner.fork_tolerance": 0, "ledger.attempts_max": 1,
     "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
     "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
+    "run.health_port": 0,
     "environment.turns_max": 1,
     "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
     "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1,
@@ -56,10 +57,13 @@ AT_LEAST: dict[str, float] = {
 POSITIVE = (
     "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
     "ledger.breaker_pause_s", "environment.tool_s", "environment.score_s", "sandbox.cpu_s", "sandbox.wall_s",
+    "supervisor.startup_s", "supervisor.busy_s", "supervisor.idle_s",
 )  # fmt: skip
 """Numbers that must exceed 0."""
 
 WORKER_AT_LEAST = {"count": 0, "slots": 1, "threads": 1, "max_model_len": 2}
+IDLE_S_MIN = 15.0
+"""Least ``supervisor.idle_s`` of a run that is no drill: a call that is not answered ends after 12 s at the latest."""
 SLOTS_MAX = 4096
 """Most slots that one lease call grants."""
 SEED_MAX = 2**63 - 1
@@ -115,6 +119,11 @@ def check(c: Config) -> None:
          "or one lost heartbeat loses the lease")  # fmt: skip
     need(bool(c.environment.name) or not c.environment.settings,
          "environment.settings are given, but environment.name is empty: name the environment that takes them")  # fmt: skip
+    need(c.run.chaos_allowed or c.supervisor.idle_s >= IDLE_S_MIN,
+         f"supervisor.idle_s = {c.supervisor.idle_s}: at least {IDLE_S_MIN:.0f}, or a role whose call runs into its deadline is "
+         "taken for hung")  # fmt: skip
+    last_port = c.run.health_port + 2 + sum(w.count for w in c.workers)
+    need(last_port < 2**16, f"run.health_port = {c.run.health_port}: the last role's port would be {last_port}; at most 65535")
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     for index, worker in enumerate(c.workers):
         _check_worker(worker, f"workers[{index}]", c.sampling.max_new_tokens)

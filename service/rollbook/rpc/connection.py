@@ -17,6 +17,7 @@ import grpc
 
 from rollbook.core.errors import RollbookError, ServerFenced, Unavailable
 from rollbook.core.ports import Clock
+from rollbook.observe import progress
 from rollbook.observe.metrics import RPC_RETRIES_TOTAL
 from rollbook.rpc import status
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
@@ -148,6 +149,7 @@ class Retry:
         """Sleep before the next attempt, or raise what cannot or may no longer be repeated."""
         if not isinstance(error, Unavailable) or self._connection.closed:
             raise error
+        progress.mark()  # an outage is waited out: the budget bounds it, and the loop that waits is no hung one
         now = self._clock.monotonic()
         if self._failed_at is None:
             self._failed_at = now

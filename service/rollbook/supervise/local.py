@@ -25,7 +25,8 @@ from rollbook.core.config import Config, WorkerConfig
 from rollbook.core.errors import ConfigError, RestartBudgetSpent, RollbookError, RunPaused, Unavailable
 from rollbook.core.records import ResumePoint
 from rollbook.supervise import logs
-from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED, RestartPolicy
+from rollbook.supervise.hangs import HangWatch
+from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED, RestartPolicy, is_complete
 from rollbook.supervise.process import Launcher, ProcessTable, RoleProcess, role_command, spawn, start
 from rollbook.supervise.watchdog import Watchdog, Watched
 
@@ -99,6 +100,7 @@ class LocalSupervisor:
         self.children = [self._ledger, *self._others]
         self._log = self.dir / "logs" / "supervisor.log"
         self._watchdog = Watchdog(config, self._watched, self._emit)
+        self._hangs = HangWatch(config, self._watched, self._emit)
         self._logs_checked_at = 0.0
         self._opened = False
 
@@ -138,6 +140,7 @@ class LocalSupervisor:
             self._end_leftovers()
             self._forget_address()
             self._watchdog.start()
+            self._hangs.start()
             while not (self._learner.finished or self._stopping.is_set()):
                 self._tend(self._ledger)
                 if self._is_open(on_open):
@@ -153,6 +156,7 @@ class LocalSupervisor:
                 self._drain(on_drained)
             finally:
                 self._watchdog.stop()
+                self._hangs.stop()
                 os.close(self._lock_fd)
         return self._learner.finished
 
@@ -193,14 +197,17 @@ class LocalSupervisor:
         if code is None:
             if child is self._ledger:
                 self._end_hung_ledger(child.process)
+            if self._hangs.verdict(child.process.record.incarnation):
+                child.process.kill()
             return
+        hung = self._hangs.verdict(child.process.record.incarnation)
         child.process = None
         if child is self._ledger:
             self._forget_address()
         if code == 0 and child is not self._ledger:
             child.finished = True
             return
-        self._on_death(child, _how(code), code)
+        self._on_death(child, f"killed as hung: {hung}" if hung else _how(code), code)
 
     def _start(self, child: _Child) -> None:
         previous = self.table.records().get(child.name)
@@ -298,11 +305,6 @@ class LocalSupervisor:
     def deaths(self) -> dict[str, int]:
         """Deaths seen by role name."""
         return {c.name: c.policy.n_deaths for c in self.children if c.policy.n_deaths}
-
-
-def is_complete(point: ResumePoint, config: Config) -> bool:
-    """Whether every configured step is made and checkpointed, so that no role has anything to do."""
-    return bool(point.checkpoints) and point.checkpoints[0].step >= config.run.steps
 
 
 def _check(config: Config) -> None:
