@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from rollbook.cli.common import add_accept, add_config, client_for, read_config
@@ -46,7 +47,20 @@ def register(commands: argparse._SubParsersAction) -> None:
         parser.add_argument(
             "--health-port", type=int, metavar="PORT", help="show /livez, /readyz and /progressz on loopback; 0 = not"
         )  # fmt: skip
-        parser.set_defaults(function=function)
+        parser.set_defaults(function=_whole(function))
+
+
+def _whole(function: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The role, whose process ends with 0 only when the role itself says so: not when a library calls ``sys.exit``."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return function(args)
+        except SystemExit as ended:
+            log.error("a library ended this process with %r", ended.code, extra={"event": "ended_by_library"})
+            return ended.code if isinstance(ended.code, int) and ended.code else EXIT_FAILED
+
+    return run
 
 
 def _begin(role: str, args: argparse.Namespace) -> tuple[Config, threading.Event]:
@@ -108,6 +122,7 @@ def run_ledger(args: argparse.Namespace) -> int:
 
 def _ended(done: bool, stop: threading.Event) -> int:
     """Exit code: 0 only when the role's work is done; a role that was told to stop before says so."""
+    progress.mark(progress.State.ENDING)
     if done:
         return EXIT_DONE
     return EXIT_STOPPED if stop.is_set() else EXIT_FAILED

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rollbook.core.config import Config
 from rollbook.observe.progress import Bounds, Record, State, progress_file, read_record
+from rollbook.supervise.process import ProcessRecord
 from rollbook.supervise.watchdog import REPORTS_KEPT, Watched, dump_stacks
 
 LOOK_S = 0.5
@@ -66,6 +67,16 @@ class HangWatch:
     def verdict(self, incarnation: str) -> str:
         """Why this process must be ended; empty while it need not."""
         return self._verdicts.get(incarnation, "")
+
+    def left_in(self, record: ProcessRecord) -> str:
+        """What a process that ended with exit code 0 was in the middle of; empty when its work was done, or nobody knows.
+
+        A library that ends the process of its own accord leaves the same code as a role that is done.
+        """
+        said = read_record(progress_file(self._run_dir, record.name))
+        if said is None or said.incarnation != record.incarnation or said.state == State.ENDING:
+            return ""
+        return f" while {said.state}: something ended the process before its work was done"
 
     def _run(self) -> None:
         looked_at = time.monotonic()

@@ -25,7 +25,9 @@ from rollbook.core.config import Config, WorkerConfig
 from rollbook.core.errors import ConfigError, RestartBudgetSpent, RollbookError, RunPaused, Unavailable
 from rollbook.core.records import ResumePoint
 from rollbook.supervise import logs
+from rollbook.supervise.guardian import Guardian
 from rollbook.supervise.hangs import HangWatch
+from rollbook.supervise.memory import oom_kills
 from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED, RestartPolicy, is_complete
 from rollbook.supervise.process import Launcher, ProcessTable, RoleProcess, role_command, spawn, start
 from rollbook.supervise.watchdog import Watchdog, Watched
@@ -55,6 +57,8 @@ class _Child:
     process: RoleProcess | None = None
     log_offset: int = 0
     """Size of the log when the newest process was started."""
+    oom_kills: int = 0
+    """What the kernel had counted then."""
     restart_at: float | None = 0.0
     """Monotonic time of the next start; None while it runs or when it is finished."""
     finished: bool = False
@@ -101,6 +105,7 @@ class LocalSupervisor:
         self._log = self.dir / "logs" / "supervisor.log"
         self._watchdog = Watchdog(config, self._watched, self._emit)
         self._hangs = HangWatch(config, self._watched, self._emit)
+        self._guardian = Guardian(self.dir / "supervisor")
         self._logs_checked_at = 0.0
         self._opened = False
 
@@ -137,8 +142,10 @@ class LocalSupervisor:
             ended.
         """
         try:
+            self._guardian.end_previous()
             self._end_leftovers()
             self._forget_address()
+            self._guardian.start()
             self._watchdog.start()
             self._hangs.start()
             while not (self._learner.finished or self._stopping.is_set()):
@@ -157,6 +164,7 @@ class LocalSupervisor:
             finally:
                 self._watchdog.stop()
                 self._hangs.stop()
+                self._guardian.stop()
                 os.close(self._lock_fd)
         return self._learner.finished
 
@@ -201,19 +209,20 @@ class LocalSupervisor:
                 child.process.kill()
             return
         hung = self._hangs.verdict(child.process.record.incarnation)
+        unasked = self._hangs.left_in(child.process.record) if code == 0 else ""
         child.process = None
         if child is self._ledger:
             self._forget_address()
-        if code == 0 and child is not self._ledger:
+        if code == 0 and child is not self._ledger and not unasked:
             child.finished = True
             return
-        self._on_death(child, f"killed as hung: {hung}" if hung else _how(code), code)
+        self._on_death(child, f"killed as hung: {hung}" if hung else _how(code) + unasked, code)
 
     def _start(self, child: _Child) -> None:
         previous = self.table.records().get(child.name)
         if previous is not None:
             previous.end(KILL_S)
-        child.log_offset = logs.size(child.log)
+        child.log_offset, child.oom_kills = logs.size(child.log), oom_kills()
         try:
             child.process = start(child.name, child.argv, child.log, child.env, self.table, self._launch)
         except OSError as error:
@@ -238,6 +247,8 @@ class LocalSupervisor:
             raise ConfigError(f"{child.name} refuses to start:\n{_refusal(said)}")
         if code == EXIT_PAUSED:
             raise RunPaused(_refusal(said).removeprefix(f"rollbook {child.name}: paused: "))
+        if code == -signal.SIGKILL and oom_kills() > child.oom_kills:
+            how += "; meanwhile the kernel has killed for want of memory, so it was probably that"
         now = time.monotonic()
         wait = child.policy.on_death(now, f"{how}\n{said}", self._watchdog.progress_at)
         if wait is None:
