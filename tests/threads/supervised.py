@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,6 @@ from rollbook.rpc.address import write_address
 from rollbook.rpc.server import serve
 from rollbook.supervise.local import LocalSupervisor
 from rollbook.supervise.process import Handle, ProcessRecord, spawn
-from run_support import environment
 from task_fixtures import make_config
 
 BOUND_S = 60.0
@@ -90,17 +87,3 @@ def supervised(run_dir: Path, url: str, scripts: Mapping[str, str], **limits: An
         finally:
             made.end()
             server.stop(0.0)
-
-
-@contextmanager
-def python(code: str, *arguments: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process of the checkout that has said ``ready``; killed with the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], env=environment(**env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from supervised import BOUND_S, python, supervised
+from supervised import BOUND_S, supervised
 from threads_support import ACCEPTED, ordinals_of, outcome_of
 
 from ledger_bench import Bench
@@ -35,7 +35,7 @@ from rollbook.supervise.policy import RestartPolicy
 from rollbook.supervise.process import ProcessRecord, start_time
 from rollbook.supervise.watchdog import Watched, dump_stacks
 from rollout_doubles import MemoryLedger, ScriptedEngine, publish, worker_config
-from run_support import wait_until
+from run_support import python_process, wait_until
 from task_fixtures import make_config
 
 ROLE = """
@@ -96,7 +96,7 @@ class OneRole:
         return self.watch.verdict(self.record.incarnation)
 
     def role(self, code: str) -> object:
-        return python(code, str(self.dir), str(self.log), ROLLBOOK_INCARNATION="mine")
+        return python_process(code, str(self.dir), str(self.log), ROLLBOOK_INCARNATION="mine")
 
 
 def test_skyrl_1173_a_role_that_hangs_is_ended_with_its_cause_and_its_stacks(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_verl_6395_a_run_that_lacks_steps_is_not_reported_as_a_success(tmp_path:
 def test_prime_rl_2574_what_a_crashed_supervisor_left_is_ended_before_anything_starts(tmp_path: Path, sqlite_url: str) -> None:
     """After a crash the allocation lived on as a zombie and had to be ended by hand."""
     with supervised(tmp_path / "run", sqlite_url, {"learner": "exit 0"}) as run:
-        with python("print('ready', flush=True)\nimport time; time.sleep(600)", ROLLBOOK_INCARNATION="zombie") as left:
+        with python_process("print('ready', flush=True)\nimport time; time.sleep(600)", ROLLBOOK_INCARNATION="zombie") as left:
             run.supervisor.table.put(ProcessRecord("worker-7", left.pid, start_time(left.pid) or 0, "zombie"))
             assert run.run() is True
             assert left.wait(BOUND_S) == -signal.SIGKILL

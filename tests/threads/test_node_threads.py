@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from ledger_support import Scene, version
-from supervised import BOUND_S, python, supervised
+from supervised import BOUND_S, supervised
 from test_hang_threads import OneRole, get
 from threads_support import ACCEPTED, outcome_of
 
@@ -36,7 +36,7 @@ from rollbook.rpc.server import serve
 from rollbook.supervise import memory
 from rollbook.supervise.process import ProcessTable, start
 from rollout_doubles import ScriptedEngine, publish, worker_config
-from run_support import environment, wait_until
+from run_support import environment, python_process, wait_until
 from task_fixtures import make_config
 
 ROLES = ("ledger", "learner", "worker", "feeder")
@@ -192,7 +192,7 @@ time.sleep(600)
 
 def test_prime_rl_2028_nothing_outlives_its_supervisor(tmp_path: Path) -> None:
     """Environment servers outlived the orchestrator, and the job looked as if it ran."""
-    with python(SUPERVISES, str(tmp_path), OUTLIVES) as supervisor:
+    with python_process(SUPERVISES, str(tmp_path), OUTLIVES) as supervisor:
         log = tmp_path / "role.log"
         wait_until("the role has started its own", lambda: log.exists() and "ready" in log.read_text(), BOUND_S)
         record = ProcessTable(tmp_path / "processes.json").records()["worker-0"]
