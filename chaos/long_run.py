@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -192,6 +193,7 @@ def main() -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
     parser.add_argument("--results", default=str(HERE / "results" / "long_run.json"))
     args = parser.parse_args()
+    logging.getLogger("rollbook").addHandler(logging.NullHandler())  # a client that asks too early is no news
     root = Path(args.dir or HERE.parent / "runs" / "long_run" / f"{datetime.now(UTC):%Y%m%dT%H%M%S}").resolve()
     overrides = [f"run.dir={root / 'run'}", *args.overrides]
     config = load_config(args.config, overrides)
