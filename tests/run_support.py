@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,6 +70,20 @@ def environment(**more: str) -> dict[str, str]:
     """Environment of a command of the checkout."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("ROLLBOOK_")}
     return kept | {"PYTHONPATH": str(REPOSITORY / "service"), "OMP_NUM_THREADS": "1"} | more
+
+
+@contextmanager
+def python_process(code: str, *arguments: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process of the checkout that has said ``ready``; killed with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], env=environment(**env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 class TinyRun:

@@ -1,8 +1,6 @@
 """Entry point: parses the command line, maps errors to truthful exit codes.
 
-Exit codes: 0 done; 1 a check found something (audit, doctor) or the run failed; 2 the input is wrong (configuration,
-arguments, a ledger that is damaged or of another schema); 3 fenced by a newer holder; 4 paused until an operator decides;
-130 stopped by a signal before it was done, after a graceful drain.
+Exit codes are listed in ``supervise.policy``.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from rollbook.core.errors import (
     Unauthenticated,
     UnsafeStorage,
 )
-from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED
+from rollbook.supervise.policy import EXIT_CONFIG, EXIT_FAILED, EXIT_FENCED, EXIT_PAUSED, EXIT_STOPPED
 
 REFUSALS = (ConfigError, TaskError, ChainMismatch, SchemaTooNew, SchemaTooOld, UnsafeStorage, Unauthenticated, PermissionDenied)
 """What only a person can repair, so that starting again does not help."""
@@ -70,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     except (Fenced, ServerFenced) as error:
         print(f"rollbook {args.command}: {error}", file=sys.stderr)
-        return 3
+        return EXIT_FENCED
     except RollbookError as error:
         print(f"rollbook {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return EXIT_FAILED
     except OSError as error:
         if error.filename is None:
             raise

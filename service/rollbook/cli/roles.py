@@ -1,7 +1,8 @@
 """`rollbook ledger · worker · learner · feeder`: one role each, as a plain process any scheduler can run.
 
-Owns signals, identity and exit codes of a role process. The roles' work is in the layers below. SIGTERM and SIGINT ask for
-a graceful end, a second one ends the process at once; SIGUSR1 writes the stacks of all threads to standard error.
+Owns identity, health and exit codes of a role process. The roles' work is in the layers below. SIGTERM and SIGINT ask for
+a graceful end within ``supervisor.drain_s``, a second one ends the process at once (``signals``); SIGUSR1 writes the stacks of
+all threads to standard error.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from rollbook.cli.common import add_accept, add_config, client_for, read_config
+from rollbook.cli.signals import StopSignals
 from rollbook.core.config import Config, with_worker
+from rollbook.core.errors import ConfigError
+from rollbook.core.host import incarnation
 from rollbook.core.security import FEEDER, LEARNER, WORKER, forget_tokens
-from rollbook.observe import failpoints
+from rollbook.observe import failpoints, progress
 from rollbook.observe import log as logs
+from rollbook.observe.health import Health, HealthPage
 from rollbook.rpc.client import LedgerClient
-from rollbook.supervise.policy import EXIT_STOPPED
+from rollbook.supervise.policy import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from rollbook.supervise.process import die_with_supervisor
 
 log = logging.getLogger(__name__)
@@ -47,28 +53,84 @@ def register(commands: argparse._SubParsersAction) -> None:
                 "--index", type=int, default=0, help="which ledger server of the configuration this is, from 0; the others wait"
             )
             parser.add_argument("--standby", action="store_true", help="wait until the role is free, as every index but 0 does")
-        parser.set_defaults(function=function)
+        parser.add_argument(
+            "--health-port", type=int, metavar="PORT", help="show /livez, /readyz and /progressz on loopback; 0 = not"
+        )  # fmt: skip
+        parser.set_defaults(function=_whole(function))
+
+
+def _whole(function: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The role, whose process ends with 0 only when the role itself says so: not when a library calls ``sys.exit``."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return function(args)
+        except SystemExit as ended:
+            log.error("a library ended this process with %r", ended.code, extra={"event": "ended_by_library"})
+            return ended.code if isinstance(ended.code, int) and ended.code else EXIT_FAILED
+
+    return run
 
 
 def _begin(role: str, args: argparse.Namespace) -> tuple[Config, threading.Event]:
-    """Common start of a role: die with the supervisor, stack dumps, logs, signals, configuration."""
-    die_with_supervisor()
+    """Common start of a role: die with the supervisor, stack dumps, logs, signals, configuration, progress and health."""
+    supervised = die_with_supervisor()
+    os.environ["ROLLBOOK_INCARNATION"] = incarnation()  # from here on the same whenever asked, and known to what is started
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     logs.configure(role)
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: object) -> None:
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    signals = StopSignals()
     config = read_config(args)
+    index = _index(role, args)
+    name = f"{role}-{index}" if role == "worker" or index else role
+    reporter = progress.open_reporter(name, progress.progress_file(config.run.dir, name) if supervised else None)
+    _show_health(reporter, config, role, args)
+    if not supervised:  # a supervisor keeps the time of a drain itself
+        signals.limit(config.supervisor.drain_s, lambda: _give_back(config, args.index) if role == "worker" else None)
     failpoints.arm_configured(config.chaos.failpoints, Path(config.run.dir) / "chaos" if config.chaos.once else "")
     if armed := failpoints.armed():
         log.warning("failpoints are armed", extra={"event": "failpoints_armed", "points": armed, "unknown": failpoints.unknown()})
-    return config, stop
+    return config, signals.stop
+
+
+def _index(role: str, args: argparse.Namespace) -> int:
+    """Which of the processes of its role this is; a standby that was given none is the first one."""
+    if role == "ledger" and args.standby:
+        return args.index or 1
+    return args.index if role in ("worker", "ledger") else 0
+
+
+def _show_health(reporter: progress.Reporter, config: Config, role: str, args: argparse.Namespace) -> None:
+    """Answer probes while the process lives. A port that is taken costs the page and not the role."""
+    index, n_workers = _index(role, args), sum(kind.count for kind in config.workers)
+    if role == "worker":
+        place = 3 + index
+    elif index:  # a standby
+        place = 2 + n_workers + index
+    else:
+        place = ("ledger", "feeder", "learner").index(role)
+    port = args.health_port
+    if port is None:
+        port = config.run.health_port + place if config.run.health_port else 0
+    if port == 0:
+        return
+    try:
+        page = HealthPage(port, Health(reporter, progress.Bounds.of(config)))
+    except ConfigError as error:
+        log.error("no health is shown: %s", error, extra={"event": "health_unserved"})
+    else:
+        log.info("health", extra={"event": "health_served", "port": page.port})
+
+
+def _give_back(config: Config, index: int) -> None:
+    """Free the slots that a worker out of time still holds, instead of letting them wait for their TTL."""
+    from rollbook.rollout.leases import LeaseNote
+
+    note = LeaseNote(Path(config.run.dir) / "spool" / f"worker-{index}" / "leases.json", config.run.id)
+    if held := note.left_by(incarnation()):
+        with client_for(config, retry_s=1.0) as client:
+            client.report_failures(held)
+        log.warning("leases given back", extra={"event": "leases_given_back", "slots": len(held)})
 
 
 def run_ledger(args: argparse.Namespace) -> int:
@@ -96,9 +158,10 @@ def _clients(config: Config, role: str, n: int = 1) -> list[LedgerClient]:
 
 def _ended(done: bool, stop: threading.Event) -> int:
     """Exit code: 0 only when the role's work is done; a role that was told to stop before says so."""
+    progress.mark(progress.State.ENDING)
     if done:
-        return 0
-    return EXIT_STOPPED if stop.is_set() else 1
+        return EXIT_DONE
+    return EXIT_STOPPED if stop.is_set() else EXIT_FAILED
 
 
 def run_feeder(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollbook.cli.preflight import check_run_dir, check_still_recorded
+from rollbook.cli.standing import RunWatch
 from rollbook.core.changes import differences
 from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError, Fenced, LedgerLocked, RoleHeld, ServerFenced, Unavailable
@@ -22,6 +23,7 @@ from rollbook.core.host import fsync_directory, host, incarnation, superseded
 from rollbook.core.records import RunRecord
 from rollbook.learner.history import Stray, move_aside, refuse_when_ahead
 from rollbook.ledger.ledger import Ledger
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.observe.ledger_metrics import LedgerCollector, MetricsPage
 from rollbook.observe.metrics import REGISTRY
@@ -81,7 +83,7 @@ def hold_role(
     Raises Fenced when another server has taken the role over.
     """
     with _metrics(config.ledger.metrics_port, ledger):
-        _keep_term(ledger, config.ledger.role_ttl_s / 3, stop, renewed)
+        _keep_term(ledger, config.ledger.role_ttl_s / 3, stop, RunWatch(config, ledger), renewed)
     if server.fenced:
         raise Fenced("another ledger server took over; this one has stopped answering")
 
@@ -113,7 +115,9 @@ def _metrics(port: int, ledger: Ledger) -> Iterator[None]:
         REGISTRY.unregister(collector)
 
 
-def _keep_term(ledger: Ledger, every_s: float, stop: threading.Event, renewed: Callable[[], object]) -> None:
+def _keep_term(
+    ledger: Ledger, every_s: float, stop: threading.Event, run: RunWatch, renewed: Callable[[], object]
+) -> None:  # fmt: skip
     """Renew the server's own term until told to stop; a database that cannot answer now is asked again.
 
     Meanwhile the server answers its callers that the ledger is unavailable, and past its term nothing (R12).
@@ -128,6 +132,7 @@ def _keep_term(ledger: Ledger, every_s: float, stop: threading.Event, renewed: C
             log.warning("the server's term was not renewed: %s", error, extra={"event": "renewal_failed"})
         else:
             renewed()
+        run.look()
 
 
 class Patience:
@@ -140,6 +145,7 @@ class Patience:
     def repeat(self, attempt: Callable[[], T]) -> T:
         """The attempt's result; its last error when the time is over."""
         while True:
+            progress.mark()
             try:
                 return attempt()
             except (RoleHeld, LedgerLocked, Unavailable):

@@ -21,6 +21,7 @@ from rollbook.core.errors import ConfigError, LedgerLocked, RoleHeld, Unavailabl
 from rollbook.core.host import host, superseded
 from rollbook.core.records import RunRecord
 from rollbook.ledger.ledger import Ledger
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rpc.address import announce, announced, forget, write_address
 from rollbook.rpc.server import RunningServer, serve
@@ -124,6 +125,7 @@ class _Turn:
                 wait_s = POLL_S
                 self._say(str(error))
                 self.close()
+            progress.mark(progress.State.WAITING)
             if self._excludes:
                 self.close()
             if self._stop.wait(min(wait_s, POLL_S)):

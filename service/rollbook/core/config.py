@@ -119,7 +119,7 @@ class Config:
 
 
 FREE = (
-    "run.dir", "run.chaos_allowed", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
+    "run.dir", "run.chaos_allowed", "run.health_port", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
     "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "retention.", "supervisor.", "chaos", "security", "cluster.",
     "ledger.url", "ledger.password_file", "ledger.address", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port",
     "ledger.group_commit_max", "ledger.payload_bytes_max", "ledger.ordinals_per_partition", "ledger.standbys",

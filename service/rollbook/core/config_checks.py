@@ -50,6 +50,7 @@ AT_LEAST: dict[str, float] = {
     "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
     "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
     "ledger.standbys": 0, "environment.turns_max": 1, "retention.groups": 1, "retention.batch_rows": 1, "retention.events_s": 0,
+    "run.health_port": 0,
     "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
     "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1, "security.message_bytes_max": 2 << 20,
     "security.calls_open_max": 4, "security.calls_waiting_max": 1,
@@ -61,11 +62,14 @@ AT_LEAST: dict[str, float] = {
 POSITIVE = (
     "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
     "ledger.breaker_pause_s", "security.calls_per_s_max", "retention.every_s", "environment.tool_s", "environment.score_s",
-    "sandbox.cpu_s", "sandbox.wall_s", "cluster.place_s", "cluster.unreachable_s", "cluster.orphan_s",
+    "sandbox.cpu_s", "sandbox.wall_s", "cluster.place_s", "cluster.unreachable_s", "cluster.orphan_s", "supervisor.startup_s",
+    "supervisor.busy_s", "supervisor.idle_s",
 )  # fmt: skip
 """Numbers that must exceed 0."""
 
 WORKER_AT_LEAST = {"count": 0, "slots": 1, "threads": 1, "max_model_len": 2}
+IDLE_S_MIN = 15.0
+"""Least ``supervisor.idle_s`` of a run that is no drill: a call that is not answered ends after 12 s at the latest."""
 SLOTS_MAX = 4096
 """Most slots that one lease call grants."""
 SEED_MAX = 2**63 - 1
@@ -130,6 +134,11 @@ def check(c: Config) -> None:
     need(not c.ledger.standbys or bool(c.ledger.addresses) or c.ledger.address.endswith(":0"),
          f"ledger.standbys = {c.ledger.standbys}: servers cannot share ledger.address = {c.ledger.address!r}; end it in :0, or "
          "list an address for each under ledger.addresses")  # fmt: skip
+    need(c.run.chaos_allowed or c.supervisor.idle_s >= IDLE_S_MIN,
+         f"supervisor.idle_s = {c.supervisor.idle_s}: at least {IDLE_S_MIN:.0f}, or a role whose call runs into its deadline is "
+         "taken for hung")  # fmt: skip
+    last_port = c.run.health_port + 2 + sum(w.count for w in c.workers) + c.ledger.standbys
+    need(last_port < 2**16, f"run.health_port = {c.run.health_port}: the last role's port would be {last_port}; at most 65535")
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     check_security(c)
     for index, worker in enumerate(c.workers):

@@ -24,6 +24,9 @@ class RunConfig:
     """Seed of everything: task order, per-sample seeds, learner RNG."""
     chaos_allowed: bool = False
     """Drills, and failpoints of ``[chaos]``, refuse a run that does not say true here."""
+    health_port: int = 0
+    """First port on loopback for ``/livez``, ``/readyz`` and ``/progressz`` of the roles: the ledger server's, then the feeder's,
+    the learner's, and one for each worker in order; 0 = off. A role command's ``--health-port`` goes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +386,13 @@ class SupervisorConfig:
     """Grace of a graceful stop before SIGKILL."""
     stall_s: float = 600.0
     """No finished step for this long is reported loudly with a stack dump of every role."""
+    startup_s: float = 900.0
+    """Longest silence of a role that starts: imports, an engine that loads and compiles, a checkpoint that is restored. Beyond
+    this and the two bounds below a role is taken for hung: its stacks are dumped, it is killed and started again."""
+    busy_s: float = 900.0
+    """Longest silence of a role at work, where every engine step, micro-batch and saved file is a sign of life."""
+    idle_s: float = 120.0
+    """Longest silence of a role that waits, for the ledger, a tool or the next call; at least 15, above one call's deadline."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from rollbook.core.errors import Fenced, RoleHeld, RollbookError, Unavailable
 from rollbook.core.host import host
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Role, RoleTerm
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def acquire(
     """
     deadline = host().monotonic() + wait_s
     while not stop.is_set():
+        progress.mark()
         try:
             return client.acquire_role(role, holder, ttl_s, supersede)
         except RoleHeld as held:

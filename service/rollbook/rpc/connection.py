@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 
 from rollbook.core.errors import DeadlineExceeded, Overloaded, RollbookError, Standby, Unavailable
 from rollbook.core.ports import Clock
+from rollbook.observe import progress
 from rollbook.observe.metrics import RPC_RETRIES_TOTAL
 from rollbook.rpc import status
 from rollbook.rpc.credentials import STRANGER, Access, Dial
@@ -236,6 +237,7 @@ class Retry:
         error = next((one for one in self._met if isinstance(one, DeadlineExceeded)), error)
         cap_s = STANDBY_WAIT_S if any(isinstance(one, Standby) for one in self._met) else self._longest_s
         self._n_hops, self._met = 0, []
+        progress.mark()  # an outage is waited out: the budget bounds it, and the loop that waits is no hung one
         now = self._clock.monotonic()
         if self._failed_at is None:
             self._failed_at = now

@@ -81,6 +81,14 @@ class Target(Protocol):
     @property
     def pid(self) -> int: ...
 
+    @property
+    def incarnation(self) -> str: ...
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is known to be a process of this machine, which then says more about it."""
+        ...
+
     def signal(self, number: int) -> bool:
         """Signal the process alone; False when it is gone or cannot be reached."""
         ...

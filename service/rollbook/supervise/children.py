@@ -30,6 +30,8 @@ class Child:
     process: Running | None = None
     log_offset: int = 0
     """Size of the log when the newest process was started."""
+    oom_kills: int = 0
+    """What the kernel of this machine had counted then."""
     restart_at: float | None = 0.0
     """Monotonic time of the next start; None while it runs or when it is finished."""
     finished: bool = False

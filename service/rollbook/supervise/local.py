@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rollbook.core.config import Config
 from rollbook.supervise.backend import KILL_S, Needs, Node, Order, Placement, Running
+from rollbook.supervise.guardian import Guardian
 from rollbook.supervise.placements import devices
 from rollbook.supervise.process import Launcher, ProcessRecord, ProcessTable, RoleProcess, spawn, start
 from rollbook.supervise.supervisor import Supervisor
@@ -73,15 +74,18 @@ class LocalBackend:
     def __init__(self, run_dir: Path, launch: Launcher = spawn) -> None:
         self._table_file = run_dir / "supervisor" / "processes.json"
         self._launch = launch
+        self._guardian = Guardian(run_dir / "supervisor")
         self.table = ProcessTable(self._table_file)
 
     def open(self, emit: Callable[[str], None]) -> Mapping[str, Running]:
         """End processes of an earlier supervisor of this run that are still alive."""
+        self._guardian.end_previous()
         self.table = ProcessTable(self._table_file)
         for record in self.table.records().values():
             if left := record.tree():
                 emit(f"ending {record.name} (pid {', '.join(map(str, left))}) left by an earlier supervisor")
                 record.end(KILL_S)
+        self._guardian.start()
         return {}
 
     def start(self, order: Order) -> Running:
@@ -101,7 +105,8 @@ class LocalBackend:
         return 0
 
     def close(self) -> None:
-        """Nothing is held."""
+        """The roles have ended: nobody has to watch over their left-overs."""
+        self._guardian.stop()
 
 
 class LocalSupervisor(Supervisor):

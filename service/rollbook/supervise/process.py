@@ -42,8 +42,8 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def die_with_supervisor() -> None:
-    """Ask the kernel to SIGKILL this process when its supervisor dies, so that no role outlives it.
+def die_with_supervisor() -> bool:
+    """Ask the kernel to SIGKILL this process when its supervisor dies, so that no role outlives it; False without one.
 
     To be called before a role does anything: a supervisor that died before the call is noticed by its pid, which is no
     longer the parent's. The kernel watches the thread that started the role, so roles are started by a thread that
@@ -51,10 +51,11 @@ def die_with_supervisor() -> None:
     """
     supervisor = int(os.environ.pop(SUPERVISED_BY, "") or 0)
     if not supervisor:
-        return
+        return False
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os.kill(os.getpid(), signal.SIGKILL)
+    return True
 
 
 def processes_with(variable: str, value: str) -> list[int]:
@@ -81,6 +82,11 @@ class ProcessRecord:
     pid: int
     start_time: int
     incarnation: str
+
+    @property
+    def is_here(self) -> bool:
+        """A record is of a process of this machine."""
+        return True
 
     def alive(self) -> bool:
         """Whether the process itself lives; what it has started may outlive it."""

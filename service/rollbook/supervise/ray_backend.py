@@ -70,8 +70,10 @@ def connect(address: str, run_id: str) -> None:
 class RayTarget:
     """A role's process as the watchdog signals it, through its host."""
 
-    def __init__(self, name: str, actor: Any) -> None:
-        self.name, self.pid, self._actor = name, 0, actor
+    is_here = False
+
+    def __init__(self, name: str, incarnation: str, actor: Any) -> None:
+        self.name, self.incarnation, self.pid, self._actor = name, incarnation, 0, actor
 
     def signal(self, number: int) -> bool:
         """See ``backend.Target``."""
@@ -87,7 +89,7 @@ class RayRole:
 
     def __init__(self, name: str, incarnation: str, actor: Any, unreachable_s: float, is_alive: Callable[[str], bool]) -> None:
         self.name, self.incarnation = name, incarnation
-        self._target, self._actor = RayTarget(name, actor), actor
+        self._target, self._actor = RayTarget(name, incarnation, actor), actor
         self._unreachable_s, self._is_alive = unreachable_s, is_alive
         self._started_at = time.monotonic()
         self._unanswered_since = 0.0

@@ -27,7 +27,9 @@ from rollbook.supervise import control, ledgers, logs, placements
 from rollbook.supervise.backend import FEEDER, KILL_S, LEARNER, LEDGER, NOTHING, WORKER, Backend, Needs, Running
 from rollbook.supervise.children import Child
 from rollbook.supervise.fleet import Fleet
-from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED, RestartPolicy
+from rollbook.supervise.hangs import HangWatch
+from rollbook.supervise.memory import oom_kills
+from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED, RestartPolicy, is_complete
 from rollbook.supervise.process import role_command
 from rollbook.supervise.watchdog import Watchdog, Watched
 
@@ -85,6 +87,7 @@ class Supervisor:
         self._others += [self._worker(index) for index in range(len(worker_list(config)))]
         self._log = self.dir / "logs" / "supervisor.log"
         self._watchdog = Watchdog(config, self._watched, self._emit)
+        self._hangs = HangWatch(config, self._watched, self._emit)
         self._fleet = Fleet(config, backend, self._emit)
         self._logs_checked_at = 0.0
         self._opened = False
@@ -146,6 +149,7 @@ class Supervisor:
         try:
             self._take_over()
             self._watchdog.start()
+            self._hangs.start()
             while not (self._learner.finished or self._stopping.is_set()):
                 for child in self._ledgers:
                     self._tend(child)
@@ -167,6 +171,7 @@ class Supervisor:
                 self._drain(on_drained)
             finally:
                 self._watchdog.stop()
+                self._hangs.stop()
                 self._backend.close()
                 self._control.close(self._learner.finished, outcome, self.deaths())
         return self._learner.finished
@@ -217,19 +222,26 @@ class Supervisor:
         if code is None:
             if child.kind == LEDGER:
                 self._end_hung_ledger(child.name, child.process)
+            if self._hangs.verdict(child.process.record.incarnation):
+                child.process.kill()
             return
-        cause, child.process = child.process.cause(), None
+        record, cause = child.process.record, child.process.cause()
+        hung = self._hangs.verdict(record.incarnation)
+        unasked = self._hangs.left_in(record) if code == 0 else ""
+        if code == -signal.SIGKILL and record.is_here and oom_kills() > child.oom_kills:
+            unasked = "; meanwhile the kernel has killed for want of memory, so it was probably that"
+        child.process = None
         if child.kind == LEDGER:
             ledgers.forget_server(self.dir, child.name)
-        if code == 0 and child.kind != LEDGER:
+        if code == 0 and child.kind != LEDGER and not unasked:
             child.finished = True
             return
         if child.goes():
             return
-        self._on_death(child, cause or how(code), code)
+        self._on_death(child, f"killed as hung: {hung}" if hung else cause or how(code) + unasked, code)
 
     def _start(self, child: Child) -> None:
-        child.log_offset, child.is_placed = logs.size(child.log), False
+        child.log_offset, child.is_placed, child.oom_kills = logs.size(child.log), False, oom_kills()
         try:
             child.process = self._backend.start(child.order())
         except OSError as error:
@@ -333,17 +345,13 @@ class Supervisor:
                 child.log_offset = 0
 
     def _watched(self) -> list[Watched]:
+        """Roles that run; one that waits for a place is silent for good reason."""
         running = [(c.process, c.log) for c in self.children]
-        return [Watched(process.record, log) for process, log in running if process is not None]
+        return [Watched(process.record, log) for process, log in running if process is not None and process.placement()]
 
     def deaths(self) -> dict[str, int]:
         """Deaths seen by role name."""
         return {c.name: c.policy.n_deaths for c in self.children if c.policy.n_deaths}
-
-
-def is_complete(point: ResumePoint, config: Config) -> bool:
-    """Whether every configured step is made and checkpointed, so that no role has anything to do."""
-    return bool(point.checkpoints) and point.checkpoints[0].step >= config.run.steps
 
 
 def learner_needs(config: Config) -> Needs:
