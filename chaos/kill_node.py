@@ -50,7 +50,8 @@ class KillNode(Drill):
     def would_do(self) -> list[str]:
         if self.args.at:
             return [f"whoever crosses {point}" for point in self.args.at]
-        return [line for role in self._roles() for line in possible(self.run, role)] or [f"{self.args.role}: none of it lives now"]
+        found = [line for role in self._roles() for line in possible(self.run, role)]
+        return found or [f"{self.args.role}: none of it lives now"]
 
     def _roles(self) -> list[str]:
         if self.args.role != "any":

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import logging
 import random
+import shutil
 import signal
 import sys
 import time
@@ -22,7 +23,6 @@ from drills import record, report, verdict
 from drills.faults import Fault
 from drills.runs import END_BOUND_S, REPOSITORY, LiveRun, OwnRun, Refused, Run
 from postgres_server import NotObtainable
-from rollbook.supervise.process import ProcessRecord
 
 CONFIG = REPOSITORY / "chaos" / "soak.toml"
 POLL_S = 0.05
@@ -46,6 +46,8 @@ class Drill:
     """Why a live run cannot be disturbed in this way; empty where it can."""
     count: ClassVar[int] = 6
     interval_s: ClassVar[float] = 10.0
+    clock_is_bent: ClassVar[bool] = False
+    """The ledger's times are part of the disturbance: what is timed is timed by this machine's clock."""
     allowed_deaths: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(role, how) of deaths that belong to the disturbance, however many."""
 
@@ -56,7 +58,9 @@ class Drill:
         self.faults: list[Fault] = []
         self.findings: list[str] = []
         self.seen: dict[tuple[int, int], str] = {}
-        self._stopped: list[tuple[ProcessRecord, float]] = []
+        self.observed: list[tuple[float, int, int]] = []
+        """(time, steps, samples) as this machine's clock saw them."""
+        self._later: list[tuple[float, Callable[[], object]]] = []
         self._step, self._moved_at, self._looked_at = -1, time.monotonic(), 0.0
         self._events_from = 0
 
@@ -86,7 +90,10 @@ class Drill:
         raise NotImplementedError
 
     def relax(self) -> None:
-        """End every lasting disturbance."""
+        """End every disturbance that ``later`` does not end."""
+
+    def close(self) -> None:
+        """Let go of what the drill holds, whatever happened."""
 
     def own_findings(self, result: verdict.Verdict) -> list[str]:
         """What this drill demands beyond what every drill does."""
@@ -119,8 +126,8 @@ class Drill:
             print(f"refused: {refusal}", file=sys.stderr)
             return 2
         finally:
-            for record_, _ in self._stopped:
-                record_.signal(signal.SIGCONT)
+            self._run_due(float("inf"))
+            self.close()
             if isinstance(self.run, OwnRun):
                 self.run.close()
 
@@ -141,7 +148,7 @@ class Drill:
     def _dry_run(self) -> int:
         if isinstance(self.run, OwnRun):
             print(f"dry run: would start {self.run.file.name} in {self.run.root} and send {self._count()} faults")
-            self.run.root.rename(self.run.root)  # made by its constructor; nothing else was touched
+            shutil.rmtree(self.run.root)
         for line in self.would_do():
             print(f"  would hit {line}")
         return 0
@@ -161,9 +168,9 @@ class Drill:
             self.findings.append(str(broken))
         end = time.time()
         try:
-            self.relax()
             if self.findings:
                 self._dump()
+                self._run_due(float("inf"))
             else:
                 self._recover()
                 end = time.time()
@@ -234,10 +241,7 @@ class Drill:
     def _look(self) -> bool:
         """One look at the run; False once it has ended by itself."""
         now = time.monotonic()
-        for item in list(self._stopped):
-            if now >= item[1]:
-                item[0].signal(signal.SIGCONT)
-                self._stopped.remove(item)
+        self._run_due(now)
         going = self.run.keep_supervisor()
         self._notice()
         if now - self._looked_at >= LOOK_S:
@@ -245,7 +249,9 @@ class Drill:
             self.on_look()
             if not self.run.own:
                 self._witness()
-            if (step := self.run.steps()) != self._step:
+            step = self.run.steps()
+            self.observed.append((time.time(), step, self.run.samples() if self.clock_is_bent else 0))
+            if step != self._step:
                 self._step, self._moved_at = step, now
             elif going and now - self._moved_at > STILL_BOUND_S:
                 raise Broken(f"hangs: no step finished for {now - self._moved_at:.0f} s after step {step}")
@@ -268,16 +274,23 @@ class Drill:
         rows = self.run.query(f"SELECT ordinal, sibling, payload_digest FROM sample WHERE run_id = '{self.run.id}'")
         self.seen |= {(ordinal, sibling): digest for ordinal, sibling, digest in rows}
 
-    def hold(self, stopped: ProcessRecord, seconds: float) -> None:
-        """Send SIGCONT after a while."""
-        self._stopped.append((stopped, time.monotonic() + seconds))
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        """End a lasting disturbance after a while; at the latest when no more faults are sent."""
+        self._later.append((time.monotonic() + seconds, action))
+
+    def _run_due(self, now: float) -> None:
+        for item in list(self._later):
+            if now >= item[0]:
+                self._later.remove(item)
+                item[1]()
 
     # The end.
 
     def _recover(self) -> None:
         """Nobody disturbs the run any more: it has to make a step again, unless it has ended."""
-        while self._stopped and self.go_on(0.1):
+        while self._later and self.go_on(0.1):
             pass
+        self.relax()
         goal = self.run.steps() + 1
         if self.run.ended() is None:
             with contextlib.suppress(Broken) if self._has_steps_end() else contextlib.nullcontext():
@@ -313,7 +326,8 @@ class Drill:
 
     def _conclude(self, window: verdict.Window, finished: bool) -> int:
         result = verdict.judge(
-            self.run, self.faults, window, finished=finished, seen=self.seen, replay_max=self.args.replay_max
+            self.run, self.faults, window, finished=finished, seen=self.seen, replay_max=self.args.replay_max,
+            observed=self.observed if self.clock_is_bent else None,
         )
         told = self.run.output() if isinstance(self.run, OwnRun) else self.run.events(self._events_from)
         result.findings += verdict.unexpected_deaths(told, self.faults, self.allowed_deaths)
@@ -334,6 +348,18 @@ class Drill:
 def main(drill: type[Drill], argv: list[str] | None = None) -> int:
     """The command line of a drill's file."""
     parser = argparse.ArgumentParser(prog=f"chaos/{drill.name}.py", description=f"Claim: {drill.claim}")
+    _add_common(parser, drill)
+    drill.add_arguments(parser)
+    args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
+    logging.getLogger("rollbook").addHandler(logging.NullHandler())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(130))
+    return drill(args).go()
+
+
+def _add_common(parser: argparse.ArgumentParser, drill: type[Drill]) -> None:
+    """What every drill can be told."""
     parser.add_argument("--run", default="", metavar="DIR", help="disturb the live run in DIR; default: start one")
     parser.add_argument("--config", default=str(CONFIG), help="configuration of a run of its own")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
@@ -342,21 +368,19 @@ def main(drill: type[Drill], argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=0, help="steps of a run of its own; 0 = as many as the faults need")
     parser.add_argument("--fork-server", action="store_true", help="restart roles without their imports")
     parser.add_argument("--seed", type=int, default=0, help="default: made up and printed")
-    parser.add_argument("--count", type=int, default=None, help=f"faults; default: {drill.count}, or as many as --minutes has time for")
-    parser.add_argument("--interval", type=float, default=None, help=f"mean seconds between faults; default: {drill.interval_s:g}")
-    parser.add_argument("--minutes", type=float, default=0.0, help="no fault is sent after this time; 0 = until --count is reached")
-    parser.add_argument("--calm-steps", type=int, default=8, help="unbroken steps before the first fault: what ETTR compares with")
+    parser.add_argument("--count", type=int, default=None,
+                        help=f"faults; default: {drill.count}, or as many as --minutes has time for")  # fmt: skip
+    parser.add_argument("--interval", type=float, default=None,
+                        help=f"mean seconds between faults; default: {drill.interval_s:g}")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=0.0,
+                        help="no fault is sent after this time; 0 = until --count is reached")  # fmt: skip
+    parser.add_argument("--calm-steps", type=int, default=8,
+                        help="unbroken steps before the first fault: what ETTR compares with")  # fmt: skip
     parser.add_argument("--calm-s", type=float, default=0.0, help="and no fewer seconds than this")
-    parser.add_argument("--replay-max", type=int, default=verdict.REPLAYED_MAX, help="rebuild all versions of runs up to so many steps")
+    parser.add_argument("--replay-max", type=int, default=verdict.REPLAYED_MAX,
+                        help="rebuild all versions of runs up to so many steps")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="show what would be hit and touch nothing")
     parser.add_argument("--json", default="", metavar="FILE", help="the table as JSON")
     parser.add_argument("--report", default="", metavar="FILE", help="an HTML file with a timeline of faults and progress")
     parser.add_argument("--record", action="store_true", help="append to chaos/results/drills.jsonl")
     parser.add_argument("--commit", default="", help="revision of the code, where this is no git checkout")
-    drill.add_arguments(parser)
-    args = parser.parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else list(argv)
-    logging.getLogger("rollbook").addHandler(logging.NullHandler())
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(130))
-    return drill(args).go()

@@ -42,8 +42,8 @@ class Fault:
     new_step_s: float | None = None
 
     def __str__(self) -> str:
-        named = ", ".join(self.victims) or self.role
-        return f"{self.kind} {named}"
+        hit = ", ".join(self.victims) if self.role not in ("supervisor", "node") else ""
+        return f"{self.kind} {self.role}" + (f" ({hit})" if hit else "")
 
 
 class Node(Protocol):

@@ -25,7 +25,8 @@ def entry(drill: Drill, result: Verdict, finished: bool) -> dict[str, Any]:
     engines = ", ".join(f"{w.count} {w.engine}" for w in run.config.workers)
     return {
         "drill": drill.name, "claim": drill.claim, "verdict": "broken" if result.findings else "holds",
-        "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "command": shlex.join(["python", f"chaos/{drill.name}.py", *_shown(drill.args)]),
+        "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "command": shlex.join(["python", f"chaos/{drill.name}.py", *_shown(drill.args)]),
         "seed": drill.seed, "machine": machine(), "commit": drill.args.commit or commit(), "code": code_digest(),
         "run": "its own" if run.own else "a live one", "database": run.url.partition(":")[0].partition("+")[0],
         "workers": engines, "ended_by_itself": finished, "numbers": result.numbers,
@@ -45,7 +46,7 @@ def _shown(args: argparse.Namespace) -> list[str]:
             skip = not skip and part in ("--dir", "--json", "--report", "--commit", "--seed")
             continue
         out.append(part)
-    return out + ["--seed", "S"] * 0
+    return out
 
 
 def table(one: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ def write(file: Path, entry: dict[str, Any], tables: dict[str, list[oracle.Row]]
     picture = base64.b64encode(timeline(entry, tables)).decode()
     rows = "".join(
         f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>"
-        for k, v in [("verdict", entry["verdict"]), ("command", entry["command"]), ("seed", entry["seed"]), ("date", entry["date"]),
+        for k, v in [*((name, entry[name]) for name in ("verdict", "command", "seed", "date", "commit")),
                      ("machine", json.dumps(entry["machine"])), *entry["numbers"].items()]
     )  # fmt: skip
     wrong = "".join(f'<p class="broken">{html.escape(f)}</p>' for f in entry["findings"])
@@ -42,7 +42,8 @@ def write(file: Path, entry: dict[str, Any], tables: dict[str, list[oracle.Row]]
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>drill {entry["drill"]}</title><style>{_STYLE}</style>'
         f"<h1>Drill {entry['drill']}</h1><p>Claim: {html.escape(entry['claim'])}</p>{wrong}"
         f'<img alt="faults against throughput, reward and lag" src="data:image/png;base64,{picture}"><table>{rows}</table>'
-        f"<h2>Faults</h2><p>role, kind, at, until, detected, first new rollout, first new step</p><pre>{html.escape(each)}</pre></html>"
+        "<h2>Faults</h2><p>role, kind, at, until, detected, first new rollout, first new step</p>"
+        f"<pre>{html.escape(each)}</pre></html>"
     )
 
 

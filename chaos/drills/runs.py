@@ -45,6 +45,7 @@ class Run:
     own = False
     """Whether this drill has started it and will end it."""
     server: PostgresServer | None = None
+    package = REPOSITORY / "service"
 
     def __init__(self, config: Config, directory: Path, url: str) -> None:
         self.config, self.dir, self.url = config, directory, url
@@ -98,8 +99,8 @@ class Run:
     def command(self, *arguments: str) -> tuple[int, str]:
         """Exit code and output of another ``rollbook`` command on this run."""
         done = subprocess.run(
-            [*ROLLBOOK, arguments[0], str(self.dir), *arguments[1:]], env=environment(), capture_output=True, text=True,
-            timeout=COMMAND_BOUND_S, check=False,
+            [*ROLLBOOK, arguments[0], str(self.dir), *arguments[1:]], env=environment(package=self.package), capture_output=True,
+            text=True, timeout=COMMAND_BOUND_S, check=False,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 
@@ -179,6 +180,8 @@ class OwnRun(Run):
         ]  # fmt: skip
         self.open_end = not steps
         self.process: subprocess.Popen[bytes] | None = None
+        self.package = REPOSITORY / "service"
+        """The release whose commands are used from now on."""
         self.accept: list[str] = []
         try:
             loaded = load_config(self.file, self.overrides)
@@ -196,7 +199,7 @@ class OwnRun(Run):
         for override in self.overrides:
             arguments += ["--set", override]
         arguments += [f"--accept={name}" for name in self.accept]
-        env = environment(HOOKS) | {
+        env = environment(HOOKS, package=self.package) | {
             "DRILL_CONTROL": str(self.control), "DRILL_PID": str(os.getpid()), ACKS: str(self.root / "acks"),
             "ROLLBOOK_FAILPOINTS": self.failpoints, "ROLLBOOK_FAILPOINTS_ONCE_DIR": str(self.markers),
         }  # fmt: skip
@@ -270,11 +273,11 @@ class OwnRun(Run):
             self.server.close()
 
 
-def environment(*python_path: Path) -> dict[str, str]:
-    """Environment of a command of this checkout."""
+def environment(*python_path: Path, package: Path = REPOSITORY / "service") -> dict[str, str]:
+    """Environment of a command of this checkout, or of another release."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLBOOK_", "DRILL_"))}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return threads | kept | {"PYTHONPATH": os.pathsep.join(map(str, [*python_path, REPOSITORY / "service"]))}
+    return threads | kept | {"PYTHONPATH": os.pathsep.join(map(str, [*python_path, package]))}
 
 
 def parent(pid: int) -> int | None:

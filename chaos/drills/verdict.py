@@ -14,7 +14,6 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import oracle
@@ -40,16 +39,18 @@ class Window:
     """The part of a run in which faults were sent, seconds since the epoch."""
 
     calm_from: float
+    """Since when steps were made at the run's own pace."""
     begin: float
     end: float
 
 
 def judge(run: Run, faults: Sequence[Fault], window: Window, *, finished: bool, seen: dict[oracle.Key, str] | None = None,
-          replay_max: int = REPLAYED_MAX) -> Verdict:  # fmt: skip
+          replay_max: int = REPLAYED_MAX, observed: Sequence[tuple[float, int, int]] | None = None) -> Verdict:  # fmt: skip
     """Every number and every finding.
 
     Args:
         finished: the run has ended by itself; else it is judged as far as its versions are published.
+        observed: (time, steps, samples) to time by, where the ledger's own clock was part of the disturbance.
         seen: samples (to payload digests) that a live run's database showed to the drill: durable, so owed at the end.
     """
     tables = oracle.read_ledger(run.url, run.id)
@@ -78,8 +79,14 @@ def judge(run: Run, faults: Sequence[Fault], window: Window, *, finished: bool, 
     owed = {tuple(a["key"]) for a in acks if a["outcome"] in DURABLE} if acks is not None else set(seen or {})
     told = "as workers were told" if acks is not None else "as the database showed them"
     numbers["acknowledged samples"] = f"{len(owed)} ({told})"
-    measure(faults, tables)
-    return Verdict(numbers | timings(faults) | progress(tables, window), found, tables)
+    if observed is None:
+        rollouts = sorted(r["accepted_at_us"] / 1e6 for r in tables["sample"])
+        ended = sorted(r["finished_at_us"] / 1e6 for r in tables["plan_outcome"])
+    else:
+        rollouts = [b[0] for a, b in zip(observed, observed[1:], strict=False) if b[2] > a[2]]
+        ended = [b[0] for a, b in zip(observed, observed[1:], strict=False) for _ in range(b[1] - a[1])]
+    measure(faults, tables, rollouts, ended)
+    return Verdict(numbers | timings(faults) | progress(ended, window), found, tables)
 
 
 def published_part(tables: dict[str, list[oracle.Row]]) -> dict[str, list[oracle.Row]]:
@@ -185,10 +192,10 @@ def fenced_writes(tables: dict[str, list[oracle.Row]], run: Run) -> str:
     return f"{refused} submissions refused, {ended} terms lost, {through} got through"
 
 
-def measure(faults: Sequence[Fault], tables: dict[str, list[oracle.Row]]) -> None:
-    """Seconds from each fault to the next accepted sample and to the next finished step, by the ledger's clock."""
-    rollouts = sorted(r["accepted_at_us"] / 1e6 for r in tables["sample"])
-    steps = sorted(r["finished_at_us"] / 1e6 for r in tables["plan_outcome"])
+def measure(
+    faults: Sequence[Fault], tables: dict[str, list[oracle.Row]], rollouts: Sequence[float], steps: Sequence[float]
+) -> None:
+    """Seconds from each fault to the next accepted sample and to the next finished step."""
     reactions: dict[str, list[float]] = defaultdict(list)
     for event in tables["event"]:
         if event["kind"] == "lease_expired":
@@ -225,9 +232,8 @@ def quantiles(values: Sequence[float | None]) -> str:
     return f"{statistics.median(known):.2f} / {p95:.2f} / {known[-1]:.2f} s (p50 / p95 / max of {len(known)})"
 
 
-def progress(tables: dict[str, list[oracle.Row]], window: Window) -> dict[str, Any]:
+def progress(times: Sequence[float], window: Window) -> dict[str, Any]:
     """ETTR (steps kept × median unbroken step time / wall time) of the disturbed part, the median from the part before it."""
-    times = sorted(r["finished_at_us"] / 1e6 for r in tables["plan_outcome"])
     calm = [t for t in times if window.calm_from <= t <= window.begin]
     gaps = [b - a for a, b in zip(calm, calm[1:], strict=False)]
     kept = [t for t in times if window.begin < t <= window.end]
@@ -255,7 +261,3 @@ def unexpected_deaths(text: str, faults: Sequence[Fault], allowed: Sequence[tupl
         if n > may[(role, how)] and (role, how) not in allowed
     ]
 
-
-def logs_of(run: Run) -> dict[str, Path]:
-    """Log files by process name."""
-    return {path.stem: path for path in sorted((run.dir / "logs").glob("*.log"))}
