@@ -40,10 +40,11 @@ def connect(url: str) -> Any:
 
 
 def read_ledger(url: str, run_id: str) -> dict[str, list[Row]]:
-    """Every row of one run, by table."""
+    """Every row of one run, by table, all as of one moment."""
     mark = "%s" if url.startswith("postgresql") else "?"
     connection = connect(url)
     try:
+        connection.cursor().execute("BEGIN" if mark == "?" else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         tables = {}
         for table in TABLES:
             cursor = connection.cursor()

@@ -40,7 +40,7 @@ class Partition(Drill):
         servers = [f"ledger once: pid {record.pid}" for record in self.run.alive("ledger")]
         return ["every client's connections to the ledger server", *servers]
 
-    def on_look(self) -> None:
+    def on_turn(self) -> None:
         if hasattr(self, "network"):
             self.network.look()
 

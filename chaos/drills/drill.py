@@ -242,11 +242,11 @@ class Drill:
         """One look at the run; False once it has ended by itself."""
         now = time.monotonic()
         self._run_due(now)
+        self.on_turn()
         going = self.run.keep_supervisor()
         self._notice()
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
-            self.on_look()
             if not self.run.own:
                 self._witness()
             step = self.run.steps()
@@ -257,8 +257,8 @@ class Drill:
                 raise Broken(f"hangs: no step finished for {now - self._moved_at:.0f} s after step {step}")
         return going
 
-    def on_look(self) -> None:
-        """Called at every look at the database."""
+    def on_turn(self) -> None:
+        """Called at every turn of waiting."""
 
     def _notice(self) -> None:
         """When a successor of a killed process was recorded, somebody has detected its death."""

@@ -22,6 +22,7 @@ import oracle
 from drills import verdict
 from drills.faults import Fault
 from drills.runs import descendants
+from rollbook.core.config import load_config
 from rollbook.supervise.process import ProcessTable
 from run_support import MODEL, REPOSITORY, ROLLBOOK, environment, wait_until
 
@@ -217,9 +218,8 @@ def test_a_run_that_does_not_allow_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "soak.toml").write_text(config.replace("../service/rollbook/assets/sort-digits", str(MODEL)))
     done = drill(tmp_path, "kill_node", "--config", str(tmp_path / "soak.toml"))
     assert done.code == 2 and "does not say run.chaos_allowed = true" in done.output
-    stored = {"config": {"run": {"id": "r", "dir": "run", "steps": 1}, "model": {"path": "m"}, "task": {"source": "jsonl"},
-                         "learner": {"groups_per_step": 1, "group_size": 2}, "workers": [{"engine": "transformers"}]}}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(stored))
+    stored = load_config(tmp_path / "soak.toml").to_json()
+    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(stored)}))
     done = drill(tmp_path, "kill_node", "--run", str(tmp_path))
     assert done.code == 2 and "opened without run.chaos_allowed = true" in done.output, done.output
 
