@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ MARK = "ROLLBOOK_RAY_NODE"
 """Environment variable of every process of a node: the node's own id."""
 START_S = 120.0
 DIE_S = 15.0
+ASK_S = 5.0
 POLL_S = 0.1
 STORE_BYTES = 80_000_000
 
@@ -46,6 +47,8 @@ class RayNode:
     cluster: RayCluster
     process: subprocess.Popen[bytes] | None = None
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = ""
+    """Ray's id of the newest raylet of this name."""
 
     def pids(self) -> list[int]:
         """Every live process of the node."""
@@ -54,9 +57,10 @@ class RayNode:
 
     def start(self) -> None:
         """``ray start``; returns when the node has joined. Raises NotStarted."""
+        before = self.cluster.alive() if self is not self.cluster.head else {}
         self.mark = uuid.uuid4().hex
         self.process = self.cluster.launch(self)
-        self.cluster.wait_alive(self)
+        self.cluster.wait_alive(self, before)
 
     def kill(self) -> int:
         """SIGKILL the whole tree, and see it gone; returns how many processes there were."""
@@ -83,8 +87,7 @@ class RayCluster:
     """A head and ``workers`` further raylets; a context manager.
 
     Args:
-        cpus: of each node.
-        resources: one mark per node, ``node_NAME: 1``, so that a placement can ask for a node by name.
+        cpus: of each node. Each has a resource ``node_NAME: 1`` besides, so that a placement can ask for a node by name.
     """
 
     def __init__(self, workers: int = 2, cpus: int = 1, root: Path | None = None) -> None:
@@ -127,7 +130,7 @@ class RayCluster:
         ray = Path(sys.executable).parent / "ray"
         arguments = [str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={self.cpus}", "--num-gpus=0",
                      f"--object-store-memory={STORE_BYTES}", f'--resources={{"node_{node.name}": 1}}',
-                     "--node-ip-address=127.0.0.1"]  # fmt: skip
+                     f"--node-name={node.name}", "--node-ip-address=127.0.0.1"]  # fmt: skip
         if node is self.head:
             arguments += ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.root}",
                           f"--ray-client-server-port={_free_port()}"]  # fmt: skip
@@ -142,36 +145,28 @@ class RayCluster:
     def log(self, node: RayNode) -> Path:
         return self.root / f"{node.name}.out"
 
-    def wait_alive(self, node: RayNode) -> None:
-        """Until Ray counts the node among the living; bounded."""
+    def wait_alive(self, node: RayNode, before: Collection[str]) -> None:
+        """Until Ray counts a node of this name that is none of ``before`` among the living; bounded. Raises NotStarted."""
         deadline = time.monotonic() + START_S
-        while True:
+        while not (new := [i for i, name in self.alive().items() if name == node.name and i not in before]):
             assert node.process is not None
             if node.process.poll() is not None or time.monotonic() > deadline:
-                raise NotStarted(f"{node.name} did not join {self.address}: {self.log(node).read_text(errors='replace')[-1500:]}")
-            if f"node_{node.name}" in {name for one in self.alive() for name in one}:
-                return
+                said = self.log(node).read_text(errors="replace")[-1500:]
+                raise NotStarted(f"{node.name} did not join {self.address}: {said}")
             time.sleep(POLL_S)
+        node.id = new[0]
 
-    def alive(self) -> list[dict[str, float]]:
-        """Resources of every node that Ray counts as alive; empty while its head does not answer."""
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK, self.address], capture_output=True, text=True, timeout=START_S, check=False,
-            env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        )  # fmt: skip
-        if done.returncode:
-            return []
-        return [dict.fromkeys(line.split(), 1.0) for line in done.stdout.splitlines()]
+    def alive(self) -> dict[str, str]:
+        """Nodes that Ray counts as alive, id to name; a dead one is among them until Ray has noticed. Empty without a head."""
+        from ray._raylet import GcsClient
+        from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
-
-_ASK = """
-import sys
-from ray._raylet import GcsClient
-for node in GcsClient(address=sys.argv[1]).get_all_node_info(timeout=5).values():
-    if node.state == 0:
-        print(*node.resources_total)
-"""
-"""Asked in a process of its own: a client of Ray leaves threads behind."""
+        try:
+            nodes = GcsClient(address=self.address).get_all_node_info(timeout=ASK_S).values()
+        except Exception:  # noqa: BLE001 - Ray's errors have no common class; whatever it is, the head does not answer
+            return {}
+        alive = [node for node in nodes if node.state == GcsNodeInfo.ALIVE]
+        return {node.node_id.hex(): node.node_name for node in alive}
 
 
 def _free_port() -> int:
@@ -186,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--hold", action="store_true", help="print the address and wait for an end of input; kill nothing")
     args = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(130))
     with RayCluster(args.workers) as cluster:
         print(f"address {cluster.address}", flush=True)
         for node in cluster.nodes:
