@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections import Counter
 
+from drills import verdict
 from drills.drill import Drill, main
 from drills.faults import DIES_BY_KILL, Fault
 from drills.runs import OwnRun
@@ -75,8 +76,10 @@ class Poison(Drill):
         counted = self.run.control / "poisoned"
         return counted.stat().st_size if counted.exists() else 0
 
-    def own_findings(self, result: object) -> list[str]:
-        tables = result.tables  # type: ignore[attr-defined]
+    def own_findings(self, result: verdict.Verdict) -> list[str]:
+        if not result.tables:
+            return []
+        tables = result.tables
         bad = {row["ordinal"] for row in tables["prompt_group"] if bytes(row["prompt_ids"]).hex() in self.poisoned.values()}
         found = [f"poison: group {row['ordinal']} has a sample" for row in tables["sample"] if row["ordinal"] in bad]
         bare = {(r["ordinal"], r["sibling"]) for r in tables["slot"] if r["ordinal"] in bad}
@@ -84,8 +87,10 @@ class Poison(Drill):
         found += [f"poison: slot {key} has no verdict" for key in sorted(bare)]
         return found + ([] if self.deaths() else ["poison: it killed nobody"])
 
-    def own_numbers(self, result: object) -> dict[str, object]:
-        tables = result.tables  # type: ignore[attr-defined]
+    def own_numbers(self, result: verdict.Verdict) -> dict[str, object]:
+        if not result.tables:
+            return {}
+        tables = result.tables
         bad = {row["ordinal"] for row in tables["prompt_group"] if bytes(row["prompt_ids"]).hex() in self.poisoned.values()}
         kinds = Counter(row["kind"] for row in tables["verdict"] if row["ordinal"] in bad)
         others = Counter(row["kind"] for row in tables["verdict"] if row["ordinal"] not in bad)

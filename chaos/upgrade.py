@@ -108,7 +108,7 @@ class Upgrade(Drill):
     def _samples_by_worker(self, result: verdict.Verdict) -> Counter[str]:
         rows = self.run.query(f"SELECT incarnation, labels_json FROM worker WHERE run_id = '{self.run.id}'")
         names = {incarnation: labels.partition('"name": "')[2].partition('"')[0] for incarnation, labels in rows}
-        return Counter(names.get(row["incarnation"], "?") for row in result.tables["sample"])
+        return Counter(names.get(row["incarnation"], "?") for row in result.tables.get("sample", []))
 
     def own_numbers(self, result: verdict.Verdict) -> dict[str, object]:
         by = self._samples_by_worker(result)

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -324,11 +325,17 @@ class Drill:
                 process.signal(signal.SIGUSR1)
         time.sleep(1.0)
 
+    def _judged(self, window: verdict.Window, finished: bool) -> verdict.Verdict:
+        try:
+            return verdict.judge(
+                self.run, self.faults, window, finished=finished, seen=self.seen, replay_max=self.args.replay_max,
+                observed=self.observed if self.clock_is_bent else None,
+            )
+        except Exception:  # noqa: BLE001 - boundary of the drill: a run that cannot be judged has broken the claim
+            return verdict.Verdict({}, [f"not judged: {traceback.format_exc()}"])
+
     def _conclude(self, window: verdict.Window, finished: bool) -> int:
-        result = verdict.judge(
-            self.run, self.faults, window, finished=finished, seen=self.seen, replay_max=self.args.replay_max,
-            observed=self.observed if self.clock_is_bent else None,
-        )
+        result = self._judged(window, finished)
         told = self.run.output() if isinstance(self.run, OwnRun) else self.run.events(self._events_from)
         result.findings += verdict.unexpected_deaths(told, self.faults, self.allowed_deaths)
         result.findings += [*self.findings, *self.own_findings(result)]
