@@ -18,12 +18,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from drills.runs import descendants
+from drills.proc import descendants
 from rollbook.supervise.process import processes_with, start_time
 
 MARK = "ROLLBOOK_RAY_NODE"
@@ -33,6 +33,11 @@ DIE_S = 15.0
 ASK_S = 5.0
 POLL_S = 0.1
 STORE_BYTES = 80_000_000
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_prestart_worker_first_driver": "0",
+    "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000",
+}  # fmt: skip
+"""No statistics are sent, no idle workers are started, a dead node is noticed within seconds."""
 
 
 class NotStarted(Exception):
@@ -87,12 +92,13 @@ class RayCluster:
     """A head and ``workers`` further raylets; a context manager.
 
     Args:
-        cpus: of each node. Each has a resource ``node_NAME: 1`` besides, so that a placement can ask for a node by name.
+        cpus: of each node but the head, which has none. Each has a resource ``node_NAME: 1`` besides, so that a placement can ask for a node by name.
     """
 
-    def __init__(self, workers: int = 2, cpus: int = 1, root: Path | None = None) -> None:
+    def __init__(self, workers: int = 2, cpus: int = 3, env: Mapping[str, str] | None = None) -> None:
         # A socket's path holds 107 bytes, and Ray appends sixty of its own.
-        self.root = root or Path(tempfile.mkdtemp(prefix="rr", dir="/tmp"))
+        self.root = Path(tempfile.mkdtemp(prefix="rr", dir="/tmp"))
+        self._env = dict(os.environ if env is None else env)
         self.cpus = cpus
         self.port = _free_port()
         self.head = RayNode("head", self)
@@ -107,13 +113,17 @@ class RayCluster:
     def nodes(self) -> list[RayNode]:
         return [self.head, *self.workers]
 
-    def __enter__(self) -> RayCluster:
+    def start(self) -> None:
+        """Head first. Raises NotStarted; then nothing is left running."""
         try:
             for node in self.nodes:
                 node.start()
         except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> RayCluster:
+        self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -128,7 +138,8 @@ class RayCluster:
     def launch(self, node: RayNode) -> subprocess.Popen[bytes]:
         """The ``ray start`` of one node, in a session of its own."""
         ray = Path(sys.executable).parent / "ray"
-        arguments = [str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={self.cpus}", "--num-gpus=0",
+        cpus = 0 if node is self.head else self.cpus
+        arguments = [str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}", "--num-gpus=0",
                      f"--object-store-memory={STORE_BYTES}", f'--resources={{"node_{node.name}": 1}}',
                      f"--node-name={node.name}", "--node-ip-address=127.0.0.1"]  # fmt: skip
         if node is self.head:
@@ -136,7 +147,7 @@ class RayCluster:
                           f"--ray-client-server-port={_free_port()}"]  # fmt: skip
         else:
             arguments += [f"--address={self.address}"]
-        env = os.environ | {MARK: node.mark, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
+        env = self._env | QUIET | {MARK: node.mark, "PYTHONWARNINGS": "ignore"}
         with self.log(node).open("ab") as out:
             return subprocess.Popen(
                 arguments, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

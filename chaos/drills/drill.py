@@ -137,6 +137,7 @@ class Drill:
             if self.needs_own_run:
                 raise Refused(f"{self.name} on a live run: {self.needs_own_run}")
             run = LiveRun(Path(self.args.run))
+            run.rejoin = self.args.rejoin
             self._events_from = run.events_from
             return run
         stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self.name}-{self.seed}"
@@ -144,6 +145,7 @@ class Drill:
         return OwnRun(
             root, Path(self.args.config), self.seed, [*self.overrides(), *self.args.overrides], steps=self.args.steps,
             database=self.args.database, fork_server=self.args.fork_server, failpoints=self.failpoints(),
+            raylets=self.args.raylets,
         )  # fmt: skip
 
     def _dry_run(self) -> int:
@@ -373,6 +375,8 @@ def _add_common(parser: argparse.ArgumentParser, drill: type[Drill]) -> None:
     parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite", help="of a run of its own")
     parser.add_argument("--dir", default="", help="where runs of its own are; default: runs/drills of the checkout")
     parser.add_argument("--steps", type=int, default=0, help="steps of a run of its own; 0 = as many as the faults need")
+    parser.add_argument("--raylets", type=int, default=0, metavar="N", help="start its own run on N Ray nodes of this machine")
+    parser.add_argument("--rejoin", default="", metavar="COMMAND", help="what brings back a killed node of a live run")
     parser.add_argument("--fork-server", action="store_true", help="restart roles without their imports")
     parser.add_argument("--seed", type=int, default=0, help="default: made up and printed")
     parser.add_argument("--count", type=int, default=None,

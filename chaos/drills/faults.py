@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from drills.runs import Run, descendants
+from drills.placed import placed_nodes
+from drills.proc import descendants
+from drills.runs import OwnRun, Run
 from rollbook.supervise.process import ProcessRecord
 
 ROLES = ("worker", "engine", "learner", "ledger", "standby", "feeder", "supervisor", "database")
@@ -93,8 +95,10 @@ class LocalNode:
 
 
 def nodes_of(run: Run) -> list[Node]:
-    """The nodes the run is placed on."""
-    return [LocalNode(run)]
+    """The nodes the run is placed on: raylets, but never the head of a drill's own cluster; else this machine."""
+    if isinstance(run, OwnRun) and run.cluster is not None:
+        return [*run.cluster.workers]
+    return [*placed_nodes(run.dir, run.rejoin)] or [LocalNode(run)]
 
 
 def possible(run: Run, role: str) -> list[str]:
@@ -150,7 +154,8 @@ def _kill_supervisor(run: Run) -> Fault | None:
 
 
 def _kill_node(run: Run, node: Node) -> Fault | None:
-    fault = _fault("node", "sigkill", run.alive())
+    tree = set(node.pids())
+    fault = _fault("node", "sigkill", [record for record in run.alive() if record.pid in tree])
     fault.n_processes = node.kill()
     if not fault.n_processes:
         return None

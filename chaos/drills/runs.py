@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ from typing import Any
 
 import oracle
 from acknowledgements import FILE as ACKS
+from drills.placed import placed_records
+from drills.proc import parent
 from postgres_server import PostgresServer
 from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigError
@@ -44,6 +47,8 @@ class Run:
 
     own = False
     """Whether this drill has started it and will end it."""
+    rejoin = ""
+    """Command that brings back a node of a run that somebody else has placed; empty: nobody does."""
     server: PostgresServer | None = None
     package = REPOSITORY / "service"
 
@@ -53,23 +58,29 @@ class Run:
         self.began = time.time()
 
     def records(self) -> dict[str, ProcessRecord]:
-        """Newest process of every role that the run's supervisor has recorded."""
-        return ProcessTable(self.dir / "supervisor" / "processes.json").records()
+        """Newest process of every role that the run's supervisor has recorded, in its table or among its placements."""
+        return placed_records(self.dir) | ProcessTable(self.dir / "supervisor" / "processes.json").records()
 
     def alive(self, role: str = "") -> list[ProcessRecord]:
         """Live processes of one role, or of all."""
         return [r for r in self.records().values() if role in ("", r.name.partition("-")[0]) and r.alive()]
 
     def supervisor_pid(self) -> int | None:
-        """The process that holds the run directory's lock and is the parent of a recorded role; None when there is none."""
+        """Whoever is named in the run directory's held lock, and is the parent of a recorded role or says so in the state."""
         lock = self.dir / "supervisor" / "lock"
         with contextlib.suppress(OSError, ValueError), lock.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 pid = int(file.read().strip())
-                if any(parent(record.pid) == pid for record in self.alive()):
+                if any(parent(record.pid) == pid for record in self.alive()) or self._stated_pid() == pid:
                     return pid
+        return None
+
+    def _stated_pid(self) -> int | None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            state = json.loads((self.dir / "supervisor" / "state.json").read_text())
+            return int(state["pid"]) if state["host"] == socket.gethostname() else None
         return None
 
     def query(self, statement: str) -> list[tuple[Any, ...]]:
@@ -159,18 +170,20 @@ class OwnRun(Run):
     Args:
         root: a new directory: the run, the control files of the hooks, markers of failpoints, output.
         steps: steps to make; 0 = until told to ``wind_up``.
+        raylets: run it on so many Ray nodes of this machine and a head; 0 = the local backend.
     """
 
     own = True
 
     def __init__(
         self, root: Path, config: Path, seed: int, overrides: Sequence[str] = (), *, steps: int = 0, database: str = "sqlite",
-        fork_server: bool = False, failpoints: str = "",
+        fork_server: bool = False, failpoints: str = "", raylets: int = 0,
     ) -> None:  # fmt: skip
         self.root, self.file, self.fork_server, self.failpoints = root.resolve(), config.resolve(), fork_server, failpoints
         self.control, self.markers = self.root / "control", self.root / "fired"
         for folder in (self.control, self.markers):
             folder.mkdir(parents=True)
+        self.raylets, self.cluster = raylets, None
         self.server = PostgresServer() if database == "postgresql" else None
         run_dir = self.root / "run"
         url = self.server.url(self.server.create("drill")) if self.server else ""
@@ -196,18 +209,31 @@ class OwnRun(Run):
     def start(self) -> None:
         """``rollbook run`` with the hooks of a drill in every process."""
         arguments = ["run", str(self.file), "--plain", "--no-report", *(["--fork-server"] if self.fork_server else [])]
+        if self.raylets:
+            arguments = ["up", str(self.file), "--ray", self._cluster_address(), "--plain", "--no-report"]
         for override in self.overrides:
             arguments += ["--set", override]
         arguments += [f"--accept={name}" for name in self.accept]
-        env = environment(HOOKS, package=self.package) | {
+        with (self.root / "output.txt").open("ab") as out:
+            self.process = subprocess.Popen(
+                [*ROLLBOOK, *arguments], env=self._environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        return environment(HOOKS, package=self.package) | {
             "DRILL_CONTROL": str(self.control), "DRILL_PID": str(os.getpid()), ACKS: str(self.root / "acks"),
             "ROLLBOOK_FAILPOINTS": self.failpoints, "ROLLBOOK_FAILPOINTS_ONCE_DIR": str(self.markers),
         }  # fmt: skip
-        with (self.root / "output.txt").open("ab") as out:
-            self.process = subprocess.Popen(
-                [*ROLLBOOK, *arguments], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+
+    def _cluster_address(self) -> str:
+        """Of the head, which is started with the first command of the run; its nodes have the hooks as well."""
+        from ray_nodes import RayCluster
+
+        if self.cluster is None:
+            self.cluster = RayCluster(self.raylets, env=self._environment())
+            self.cluster.start()
+        return self.cluster.address
 
     def tell(self, subject: str, content: Mapping[str, Any]) -> None:
         """Set what the hooks read from now on (``hooks/sitecustomize.py``); empty content ends it."""
@@ -269,6 +295,8 @@ class OwnRun(Run):
         """End what still lives, and the database server made for the run."""
         with contextlib.suppress(AttributeError):  # not opened: there is nothing to end
             self.end_everything()
+        if self.cluster is not None:
+            self.cluster.close()
         if self.server is not None:
             self.server.close()
 
@@ -278,21 +306,3 @@ def environment(*python_path: Path, package: Path = REPOSITORY / "service") -> d
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLBOOK_", "DRILL_"))}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     return threads | kept | {"PYTHONPATH": os.pathsep.join(map(str, [*python_path, package]))}
-
-
-def parent(pid: int) -> int | None:
-    """Parent of a live process; None for one that is gone or only waits to be reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] == "Z" else int(fields[1])
-
-
-def descendants(pid: int) -> list[int]:
-    """Live processes below a process, nearest first."""
-    parents = {p: parent(p) for p in map(int, filter(str.isdigit, os.listdir("/proc")))}
-    found, level = [], {pid}
-    while level := {p for p, above in parents.items() if above in level and p not in found}:
-        found += sorted(level)
-    return found

@@ -21,7 +21,7 @@ import drills_table
 import oracle
 from drills import verdict
 from drills.faults import Fault
-from drills.runs import descendants
+from drills.proc import descendants
 from rollbook.core.config import load_config
 from rollbook.supervise.process import ProcessTable
 from run_support import MODEL, REPOSITORY, ROLLBOOK, environment, wait_until
