@@ -92,7 +92,9 @@ class RayCluster:
     """A head and ``workers`` further raylets; a context manager.
 
     Args:
-        cpus: of each node but the head, which has none. Each has a resource ``node_NAME: 1`` besides, so that a placement can ask for a node by name.
+        cpus: of each node but the head, which has none. Each has a resource ``node_NAME: 1`` besides, so that a placement can
+            ask for a node by name.
+        env: of every process of the cluster; default: this one's.
     """
 
     def __init__(self, workers: int = 2, cpus: int = 3, env: Mapping[str, str] | None = None) -> None:
