@@ -31,10 +31,9 @@ class SmallDisk:
     def fill(self) -> None:
         """Take every byte that is left."""
         left = os.statvfs(self.place)
-        with (self.place / "filler").open("wb") as file, contextlib.suppress(OSError):
+        with (self.place / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             for _ in range(left.f_bavail):
                 file.write(b"\0" * left.f_frsize)
-                file.flush()
 
     def free(self) -> None:
         (self.place / "filler").unlink(missing_ok=True)

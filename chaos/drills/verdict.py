@@ -14,6 +14,7 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -53,9 +54,11 @@ def judge(run: Run, faults: Sequence[Fault], window: Window, *, finished: bool, 
         observed: (time, steps, samples) to time by, where the ledger's own clock was part of the disturbance.
         seen: samples (to payload digests) that a live run's database showed to the drill: durable, so owed at the end.
     """
+    if run.url.startswith("sqlite:///") and not Path(run.url.removeprefix("sqlite:///")).exists():
+        return Verdict({}, ["run: there is no ledger"])
     tables = oracle.read_ledger(run.url, run.id)
     if not tables["run"]:
-        return Verdict({}, ["run: the ledger holds none"], tables)
+        return Verdict({}, ["run: the ledger holds none"])
     lineages = {row["lineage"] for row in tables["lineage"]}
     if len(lineages) > 1:
         return Verdict({}, [f"run: it has lineages {sorted(lineages)}; the drill's oracle judges a run of one"], tables)
