@@ -170,7 +170,8 @@ def test_an_advisory_on_a_second_page_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [
-    (500, {}), (200, b"<html>"), (200, {"results": []}), (200, {"results": None}), (200, {}), (200, []), (200, {"results": [1, 2]}),
+    (500, {}), (200, b"<html>"), (200, {"results": []}), (200, {"results": None}), (200, {}), (200, []),
+    (200, {"results": [1, 2]}),
     (200, {"results": [{"next_page_token": "for ever"}, {"next_page_token": "for ever"}]}),
 ])  # fmt: skip
 def test_an_answer_that_is_none_is_no_clean_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Any) -> None:
@@ -183,12 +184,14 @@ def test_nobody_to_ask_is_said_loudly_and_is_no_clean_audit(tmp_path: Path) -> N
     (tmp_path / "pins").write_text("a==1\n")
     (tmp_path / "accepted").write_text("")
     done = subprocess.run(
-        [sys.executable, str(CI / "audit_deps.py"), "--constraints", str(tmp_path / "pins"), "--accepted", str(tmp_path / "accepted"),
-         "--url", "http://127.0.0.1:1/"], capture_output=True, text=True, timeout=120,
+        [sys.executable, str(CI / "audit_deps.py"), "--constraints", str(tmp_path / "pins"),
+         "--accepted", str(tmp_path / "accepted"), "--url", "http://127.0.0.1:1/"], capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 3 and "NOT AUDITED" in done.stderr
 
 
-@pytest.mark.parametrize("line", ["a>=1", "a", "a==1.*", "a==1,<2", "a @ https://x/y.whl", "-e .", "a==1\nA==2", "a_b==1\na-b==1"])
+@pytest.mark.parametrize("line", [
+    "a>=1", "a", "a==1.*", "a==1,<2", "a @ https://x/y.whl", "-e .", "a==1\nA==2", "a_b==1\na-b==1",
+])  # fmt: skip
 def test_a_line_that_is_no_exact_pin_is_refused(tmp_path: Path, line: str) -> None:
     assert run(tmp_path, "http://127.0.0.1:1/", constraints=line) == 2

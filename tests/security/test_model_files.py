@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_support import CONFIG, MODEL
 from safetensors.torch import load_file, save_file
 
 from rollbook.cli.record import check_recorded_model, run_record
@@ -15,6 +14,7 @@ from rollbook.cli.serving import write_run_files
 from rollbook.core.config import Config, load_config
 from rollbook.core.errors import ConfigError, ConfigMismatch
 from rollbook.learner.model import load_policy
+from run_support import CONFIG, MODEL
 
 
 @pytest.fixture
@@ -87,7 +87,8 @@ def test_a_model_that_brings_its_own_code_is_not_run(opened: Config, tmp_path: P
     model, ran = Path(opened.model.path), tmp_path / "ran"
     (model / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: ...\nclass OwnConfig: ...\n")
     content = json.loads((model / "config.json").read_text())
-    content |= {"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}}
+    own = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+    content |= {"model_type": "own", "auto_map": own}
     (model / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError):
         load_policy(opened)

@@ -32,7 +32,8 @@ def test_the_default_address_is_loopback() -> None:
 
 
 @pytest.mark.parametrize(("address", "here"), [
-    ("127.0.0.1:1", True), ("127.8.9.10:1", True), ("localhost:1", True), ("[::1]:1", True), ("0.0.0.0:1", False), ("[::]:1", False),
+    ("127.0.0.1:1", True), ("127.8.9.10:1", True), ("localhost:1", True), ("[::1]:1", True), ("0.0.0.0:1", False),
+    ("[::]:1", False),
     ("*:1", False), ("10.0.0.1:1", False), ("localhost.example:1", False), ("127.0.0.1.example:1", False), ("unix:1", False),
     ("[::ffff:10.0.0.1]:1", False), ("2130706433:1", False), ("169.254.1.1:1", False),
 ])  # fmt: skip
@@ -45,7 +46,9 @@ def test_what_counts_as_loopback(address: str, here: bool) -> None:
     ("nothing", r"security.certificate \(TLS\) and security.tokens"), ("tokens", r"security.certificate \(TLS\) is not set"),
     ("tls", r"and security.tokens \(who may call\) is not set"), ("both", ""),
 ])  # fmt: skip
-def test_listening_beyond_loopback_needs_tokens_and_tls(folder: Path, tmp_path: Path, address: str, given: str, said: str) -> None:
+def test_listening_beyond_loopback_needs_tokens_and_tls(
+    folder: Path, tmp_path: Path, address: str, given: str, said: str
+) -> None:
     both = whole(folder)
     tls = {n: getattr(both, n) for n in ("certificate", "key", "ca", "client_certificate", "client_key")}
     security = {"nothing": SecurityConfig(), "tokens": tokens_of(folder), "tls": SecurityConfig(**tls), "both": both}[given]
@@ -105,7 +108,7 @@ def heard_at(port: int) -> set[str]:
     ({"client_key": "a"}, "security.client_certificate and security.client_key belong together"),
     ({"certificate": "a", "key": "b"}, "security.ca is missing"),
     ({"require_client_certificate": True}, "needs security.certificate and key"),
-    ({"certificate": "a", "key": "b", "ca": "c", "require_client_certificate": True}, "security.client_certificate and client_key"),
+    ({"certificate": "a", "key": "b", "ca": "c", "require_client_certificate": True}, "client_certificate and client_key"),
     ({"tokens": "a", "reflection": True}, "not together with security.tokens"),
     ({"calls_open_max": 3}, "security.calls_open_max = 3: must be at least 4"),
     ({"message_bytes_max": 1 << 20}, "security.message_bytes_max"),

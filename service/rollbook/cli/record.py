@@ -57,7 +57,8 @@ def model_digests(config: Config, *, with_weights: bool) -> dict[str, str]:
     if not (model / "config.json").exists():
         raise ConfigError(f"model.path = {model}: no config.json there, so it is not a Hugging Face model directory")
     tokenizer, template = tokenizer_digests(model)
-    weights = {changes.WEIGHTS: files_sha256(model, [path.name for path in model.glob("*.safetensors")])} if with_weights else {}
+    names = [path.name for path in model.glob("*.safetensors")]
+    weights = {changes.WEIGHTS: files_sha256(model, names)} if with_weights else {}
     return weights | {
         changes.ARCHITECTURE: files_sha256(model, ["config.json", "generation_config.json"]),
         changes.TOKENIZER: tokenizer,
@@ -68,8 +69,8 @@ def model_digests(config: Config, *, with_weights: bool) -> dict[str, str]:
 def check_recorded_model(config: Config, *, with_weights: bool) -> None:
     """Refuse a model directory whose files are not the ones the run was opened with, by the digests in the run directory.
 
-    The ledger server compares them when it opens the run; this is for a role that reads them later, or elsewhere, where they may
-    have been replaced. Nothing is compared before the run is opened. Raises ConfigMismatch.
+    The ledger server compares them when it opens the run; this is for a role that reads them later, or elsewhere, where they
+    may have been replaced. Nothing is compared before the run is opened. Raises ConfigMismatch.
     """
     try:
         recorded = json.loads((Path(config.run.dir) / "config.json").read_text())["inputs"]
@@ -78,8 +79,8 @@ def check_recorded_model(config: Config, *, with_weights: bool) -> None:
     for name, mine in model_digests(config, with_weights=with_weights).items():
         if recorded.get(name, mine) != mine:
             raise ConfigMismatch(
-                f"model.path = {config.model.path}: {name} is {mine[:12]} here and {str(recorded[name])[:12]} in the run's record: "
-                "the files were replaced or damaged; put back the ones the run was opened with"
+                f"model.path = {config.model.path}: {name} is {mine[:12]} here and {str(recorded[name])[:12]} in the record of "
+                "the run: the files were replaced or damaged; put back the ones the run was opened with"
             )
 
 
