@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
-from security_support import RUN_ID, CannedLedger, client_of, secured, tokens_of, whole
+from security_support import RUN_ID, CannedLedger, client_of, make_folder, secured, tokens_of, whole
 from test_tls import RUN
 
 from rollbook.cli.main import main
+from rollbook.cli.securing import checked_security
 from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigError
 from rollbook.core.security import is_loopback
@@ -123,6 +125,21 @@ def test_paths_start_at_the_configuration_and_change_no_digest(tmp_path: Path) -
     assert made.security.tokens == str(tmp_path / "sub" / "tokens") and made.security.token_dir == str(tmp_path)
     assert made.digest() == config(tmp_path).digest()
     assert config_from_json(made.to_json()).security == made.security
+
+
+def test_doctor_says_how_the_server_is_secured_and_what_does_not_fit(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_folder(other, "--no-certificates")
+    assert checked_security(config(tmp_path)) == "clear text, no tokens: whoever reaches the port takes part"
+    assert checked_security(config(tmp_path, tokens_of(folder))) == "clear text, a token for every role"
+    assert checked_security(config(tmp_path, whole(folder))) == "mutual TLS, a token for every role"
+    for security, said in (
+        (replace(tokens_of(folder), token_dir=str(other)), "knows no such token for role 'worker'"),
+        (replace(tokens_of(folder), token_dir=str(tmp_path)), "No such file"),
+        (replace(whole(folder), key=str(folder / "none")), "security.key"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            checked_security(config(tmp_path, security))
 
 
 def test_a_command_refuses_to_start_a_server_that_everybody_can_reach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
