@@ -98,7 +98,7 @@ def the_last_cause_is_told(original: Any) -> Any:
     return property(lambda self: self.deaths[-1][1] if self.deaths else "")
 
 
-@mutant("rollbook.supervise.local", "LocalSupervisor._on_death")
+@mutant("rollbook.supervise.supervisor", "Supervisor._on_death")
 def a_spent_budget_ends_a_background_task(original: Any) -> Any:
     """prime-rl#1609: the budget is used up, only a task ends, the orchestrator goes on."""
 
@@ -119,16 +119,16 @@ def a_failure_is_a_success(original: Any) -> Any:
     return lambda config, with_report: 0
 
 
-@mutant("rollbook.supervise.local", "LocalSupervisor._end_leftovers")
+@mutant("rollbook.supervise.local", "LocalBackend._end_leftovers")
 def zombies_are_left_alone(original: Any) -> Any:
     """prime-rl#2574, #2577: what a crash left lives on."""
-    return lambda self: None
+    return lambda self, emit: None
 
 
-@mutant("rollbook.supervise.local", "_killed")
+@mutant("rollbook.supervise.local", "LocalRole.kill")
 def what_does_not_drain_is_left(original: Any) -> Any:
     """prime-rl#2912: the end of the run waits for a process that does not end."""
-    return lambda process: True
+    return lambda self: None
 
 
 @mutant("rollbook.observe.health", "Health._live")
@@ -171,13 +171,13 @@ def engines_outlive_their_worker(original: Any) -> Any:
     return lambda self: None
 
 
-@mutant("rollbook.supervise.local", "_how")
+@mutant("rollbook.supervise.supervisor", "how")
 def a_death_has_no_name(original: Any) -> Any:
     """verl#429, #439, #2987: an actor died, and nothing says of what."""
     return lambda code: "unexpectedly"
 
 
-@mutant("rollbook.supervise.local", "oom_kills")
+@mutant("rollbook.supervise.supervisor", "oom_kills")
 def want_of_memory_is_not_looked_for(original: Any) -> Any:
     """verl#4921: a kill for memory is an unknown exit."""
     return lambda: 0

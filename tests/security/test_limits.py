@@ -115,10 +115,12 @@ def test_one_client_has_no_more_calls_open_than_it_may(folder: Path) -> None:
     security = tokens_of(folder, calls_open_max=4)
     with secured(held.ledger(), security, threads=16) as server:
         with client_of(server, security, "observer", timeout_s=60.0) as greedy:
-            greedy.resume_point()  # connected, so that the client knows the limit
-            started = [in_thread(greedy.run_status) for _ in range(8)]
-            for _ in range(4):
+            started = [in_thread(greedy.run_status) for _ in range(4)]
+            for _ in started:
                 assert held.entered.acquire(timeout=30)
+            for _ in range(3):
+                with pytest.raises(Overloaded, match="4 calls of this client are open"):
+                    greedy.resume_point()
             with client_of(server, security, "observer") as other:
                 other.resume_point()
             assert held.running == 4
@@ -126,7 +128,20 @@ def test_one_client_has_no_more_calls_open_than_it_may(folder: Path) -> None:
             for thread, outcome in started:
                 thread.join(60)
                 assert outcome == [{"steps": 4}]
+            greedy.resume_point()
     assert held.most == 4
+
+
+def test_a_call_that_fails_is_no_longer_open() -> None:
+    clients = limits.Clients(1000.0, 4)
+    for _ in range(10):
+        with pytest.raises(KeyError), clients.call("a"):
+            raise KeyError
+    with clients.call("a"), clients.call("a"), clients.call("b"), clients.call("a"), clients.call("a"):
+        with pytest.raises(Overloaded) as caught, clients.call("a"):
+            raise AssertionError("let in")
+        assert caught.value.retry_after_s == limits.WAIT_S_FIRST
+    assert not clients._open, "nothing is kept of a client that has no call open"
 
 
 def test_an_overloaded_server_refuses_with_a_hint_before_it_reads_the_message() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
-from security_support import RUN_ID, CannedLedger, client_of, secured, tokens_of, whole
+from security_support import RUN_ID, CannedLedger, client_of, make_folder, secured, tokens_of, whole
 from test_tls import RUN
 
 from rollbook.cli.main import main
+from rollbook.cli.securing import checked_security
 from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigError
 from rollbook.core.security import is_loopback
@@ -32,7 +34,8 @@ def test_the_default_address_is_loopback() -> None:
 
 
 @pytest.mark.parametrize(("address", "here"), [
-    ("127.0.0.1:1", True), ("127.8.9.10:1", True), ("localhost:1", True), ("[::1]:1", True), ("0.0.0.0:1", False), ("[::]:1", False),
+    ("127.0.0.1:1", True), ("127.8.9.10:1", True), ("localhost:1", True), ("[::1]:1", True), ("0.0.0.0:1", False),
+    ("[::]:1", False),
     ("*:1", False), ("10.0.0.1:1", False), ("localhost.example:1", False), ("127.0.0.1.example:1", False), ("unix:1", False),
     ("[::ffff:10.0.0.1]:1", False), ("2130706433:1", False), ("169.254.1.1:1", False),
 ])  # fmt: skip
@@ -45,7 +48,9 @@ def test_what_counts_as_loopback(address: str, here: bool) -> None:
     ("nothing", r"security.certificate \(TLS\) and security.tokens"), ("tokens", r"security.certificate \(TLS\) is not set"),
     ("tls", r"and security.tokens \(who may call\) is not set"), ("both", ""),
 ])  # fmt: skip
-def test_listening_beyond_loopback_needs_tokens_and_tls(folder: Path, tmp_path: Path, address: str, given: str, said: str) -> None:
+def test_listening_beyond_loopback_needs_tokens_and_tls(
+    folder: Path, tmp_path: Path, address: str, given: str, said: str
+) -> None:
     both = whole(folder)
     tls = {n: getattr(both, n) for n in ("certificate", "key", "ca", "client_certificate", "client_key")}
     security = {"nothing": SecurityConfig(), "tokens": tokens_of(folder), "tls": SecurityConfig(**tls), "both": both}[given]
@@ -105,7 +110,7 @@ def heard_at(port: int) -> set[str]:
     ({"client_key": "a"}, "security.client_certificate and security.client_key belong together"),
     ({"certificate": "a", "key": "b"}, "security.ca is missing"),
     ({"require_client_certificate": True}, "needs security.certificate and key"),
-    ({"certificate": "a", "key": "b", "ca": "c", "require_client_certificate": True}, "security.client_certificate and client_key"),
+    ({"certificate": "a", "key": "b", "ca": "c", "require_client_certificate": True}, "client_certificate and client_key"),
     ({"tokens": "a", "reflection": True}, "not together with security.tokens"),
     ({"calls_open_max": 3}, "security.calls_open_max = 3: must be at least 4"),
     ({"message_bytes_max": 1 << 20}, "security.message_bytes_max"),
@@ -120,6 +125,21 @@ def test_paths_start_at_the_configuration_and_change_no_digest(tmp_path: Path) -
     assert made.security.tokens == str(tmp_path / "sub" / "tokens") and made.security.token_dir == str(tmp_path)
     assert made.digest() == config(tmp_path).digest()
     assert config_from_json(made.to_json()).security == made.security
+
+
+def test_doctor_says_how_the_server_is_secured_and_what_does_not_fit(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_folder(other, "--no-certificates")
+    assert checked_security(config(tmp_path)) == "clear text, no tokens: whoever reaches the port takes part"
+    assert checked_security(config(tmp_path, tokens_of(folder))) == "clear text, a token for every role"
+    assert checked_security(config(tmp_path, whole(folder))) == "mutual TLS, a token for every role"
+    for security, said in (
+        (replace(tokens_of(folder), token_dir=str(other)), "knows no such token for role 'worker'"),
+        (replace(tokens_of(folder), token_dir=str(tmp_path)), "No such file"),
+        (replace(whole(folder), key=str(folder / "none")), "security.key"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            checked_security(config(tmp_path, security))
 
 
 def test_a_command_refuses_to_start_a_server_that_everybody_can_reach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

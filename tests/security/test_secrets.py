@@ -14,17 +14,17 @@ from pathlib import Path
 import psycopg
 import pytest
 import sqlalchemy as sa
-from postgres_server import NotObtainable, PostgresServer
-from run_support import TinyRun, wait_until
 from security_support import make_folder, whole
 from test_tls import RUN
 
+from postgres_server import NotObtainable, PostgresServer
 from rollbook.cli.main import main
 from rollbook.core.config import load_config
 from rollbook.core.errors import ConfigError, RollbookError
 from rollbook.ledger import migrate
 from rollbook.ledger.dialects import Database
 from rollbook.ledger.ledger import Ledger
+from run_support import TinyRun, wait_until
 
 USER = "secretive"
 
@@ -205,7 +205,8 @@ def test_a_database_error_shows_no_password(
 
 
 @pytest.mark.parametrize(("mode", "content", "said"), [
-    (0o644, "geheimnis", "chmod 600"), (0o600, "", "one line"), (0o600, "geheimnis\nmore", "one line"), (None, "", "No such file"),
+    (0o644, "geheimnis", "chmod 600"), (0o600, "", "one line"), (0o600, "geheimnis\nmore", "one line"),
+    (None, "", "No such file"),
 ])  # fmt: skip
 def test_a_password_file_that_is_none_is_refused_by_name(
     tmp_path: Path, guarded: tuple[PostgresServer, str], mode: int | None, content: str, said: str

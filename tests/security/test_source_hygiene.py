@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import kept
 import pytest
+
+import kept
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOTS = ("service/rollbook", "chaos", "migrations", ".ci")
@@ -29,7 +30,7 @@ RUNS_TEXT = {
 """(file, function) that runs text, and why it may."""
 
 BUILDS_SQL = {
-    ("service/rollbook/ledger/dialects.py", "_quick_check"): "a PRAGMA takes no parameter; table names from the database's own list",
+    ("service/rollbook/ledger/dialects.py", "_quick_check"): "a PRAGMA takes no parameter; names from the database's own list",
     ("service/rollbook/ledger/dialects.py", "insert_rows"): "names of the schema's columns; every value is a parameter",
     ("service/rollbook/ledger/dialects.py", "rows_by_slot"): "names of the schema's columns; every value is a parameter",
     ("service/rollbook/ledger/dialects.py", "delete_by_slot"): "the name of a table of the schema; every value is a parameter",
@@ -179,7 +180,8 @@ def test_nothing_that_can_carry_code_is_loaded_and_nothing_is_given_to_a_shell(f
 
 @pytest.mark.parametrize(("text", "rule"), [
     ("import pickle", "carry code"), ("from pickle import loads", "carry code"), ("import dill as d", "carry code"),
-    ("import yaml", "carry code"), ("def f():\n    from cloudpickle import loads", "carry code"), ("import marshal, os", "carry code"),
+    ("import yaml", "carry code"), ("def f():\n    from cloudpickle import loads", "carry code"),
+    ("import marshal, os", "carry code"),
     ("eval(x)", "text is run"), ("exec(compile(x, '', 'exec'))", "text is run"), ("torch.load(p)", "weights_only"),
     ("torch.load(p, weights_only=False)", "weights_only"), ("torch.load(p, weights_only=flag)", "weights_only"),
     ("np.load(p, allow_pickle=True)", "pickles"), ("A.from_pretrained(p)", "from_pretrained"),

@@ -100,7 +100,9 @@ def test_a_server_of_another_authority_is_not_believed_and_gets_no_token(folder:
 
 def test_a_certificate_for_another_name_is_not_believed(folder: Path, tmp_path: Path) -> None:
     """Signed by the right authority, but a client's: it names no server, so the holder of a worker's key cannot pose as one."""
-    posing = replace(whole(folder), certificate=f"{folder}/client.pem", key=f"{folder}/client.key", require_client_certificate=False)
+    posing = replace(
+        whole(folder), certificate=f"{folder}/client.pem", key=f"{folder}/client.key", require_client_certificate=False
+    )
     ledger = CannedLedger()
     with secured(ledger, posing) as server, client_of(server, whole(folder), "observer", timeout_s=5.0) as client:
         with pytest.raises((Unauthenticated, Unavailable)):
@@ -137,7 +139,9 @@ def test_certificates_are_read_when_the_server_starts_and_not_before_the_next_st
     ("key", "", 0o604, "chmod 600"), ("key", "nothing", 0o600, "no PEM file with private key"),
     ("certificate", "nothing", 0o600, "no PEM file with certificate"), ("ca", "nothing", 0o600, "no PEM file with certificate"),
 ])  # fmt: skip
-def test_a_file_that_is_no_certificate_is_named(folder: Path, tmp_path: Path, field: str, content: str, mode: int, said: str) -> None:
+def test_a_file_that_is_no_certificate_is_named(
+    folder: Path, tmp_path: Path, field: str, content: str, mode: int, said: str
+) -> None:
     security, file = whole(folder), tmp_path / "file.pem"
     file.write_text(content or Path(getattr(security, field)).read_text())
     file.chmod(mode)
@@ -172,7 +176,8 @@ def test_init_makes_private_files_and_a_section_that_works(tmp_path: Path, capsy
     for role in ROLES:
         grant = grants.of(tokens[f"{role}.token"])
         assert grant is not None and (grant.role, grant.run_id) == (role, "demo")
-    shown = subprocess.run(["openssl", "x509", "-in", "server.pem", "-noout", "-text"], cwd=made, capture_output=True, text=True).stdout
+    looked = ["openssl", "x509", "-in", "server.pem", "-noout", "-text"]
+    shown = subprocess.run(looked, cwd=made, capture_output=True, text=True, timeout=60).stdout
     for name in ("DNS:ledger.example", "IP Address:192.0.2.7", "DNS:localhost", "IP Address:127.0.0.1", "TLS Web Server"):
         assert name in shown
     assert not list(tmp_path.glob(".made*")), "nothing is left of the making"

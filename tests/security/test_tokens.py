@@ -27,8 +27,8 @@ from rollbook.v1 import ledger_service_pb2 as pb
 
 TERMS = {"acquire_role", "renew_role", "release_role"}
 READS = {
-    "cursor", "tool_calls", "read_plan", "payloads", "sample", "versions", "resume_point", "run_status", "survival", "step_metrics",
-    "audit", "explain",
+    "cursor", "tool_calls", "read_plan", "payloads", "sample", "versions", "resume_point", "run_status", "survival",
+    "step_metrics", "audit", "explain",
 }  # fmt: skip
 MAY = {
     "ledger": set(CALLS),
@@ -195,7 +195,8 @@ def test_a_new_connection_takes_up_a_replaced_token_file(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("content", "mode", "said"), [
-    ("a" * 43, 0o604, "chmod 600"), ("a" * 43, 0o602, "chmod 600"), ("", 0o600, "one line"), ("a" * 43 + "\nb", 0o600, "one line"),
+    ("a" * 43, 0o604, "chmod 600"), ("a" * 43, 0o602, "chmod 600"), ("", 0o600, "one line"),
+    ("a" * 43 + "\nb", 0o600, "one line"),
     ("a" * 23, 0o600, "24 to 512"), ("a" * 513, 0o600, "24 to 512"), ("a" * 30 + " b", 0o600, "without a space"),
     ("é" * 43, 0o600, "ASCII"),
 ])  # fmt: skip
@@ -270,7 +271,7 @@ def test_a_supervised_role_gets_its_own_token_and_not_its_supervisors(folder: Pa
     security = tokens_of(folder)
     assert supervised_tokens(security, "worker") == {"ROLLBOOK_TOKEN_FILE": f"{folder}/worker.token", "ROLLBOOK_TOKEN": ""}
     assert supervised_tokens(security, "ledger") == {"ROLLBOOK_TOKEN_FILE": "", "ROLLBOOK_TOKEN": ""}
-    assert supervised_tokens(replace(security, token_dir=""), "worker") == {}, "then what the supervisor was given is all there is"
+    assert supervised_tokens(replace(security, token_dir=""), "worker") == {}, "then what it was given is all there is"
 
 
 def test_what_a_role_starts_inherits_no_token() -> None:

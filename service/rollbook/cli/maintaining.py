@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollbook.cli.common import add_config, answering, ledger_of, read_config
+from rollbook.cli.securing import checked_security
 from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
 from rollbook.core.records import ID_MAX
@@ -145,6 +146,7 @@ def _checks(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]
         config = read_config(args)
         yield "storage", lambda: _storage(config)
         yield "port", lambda: _port(config)
+        yield "security", lambda: checked_security(config)
         yield "inputs", lambda: _inputs(config)
         yield "workers", lambda: _workers(config)
 

@@ -149,6 +149,12 @@ def run_ledger(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_model(config: Config, *, with_weights: bool = False) -> None:
+    from rollbook.cli.record import check_recorded_model
+
+    check_recorded_model(config, with_weights=with_weights)
+
+
 def _clients(config: Config, role: str, n: int = 1) -> list[LedgerClient]:
     """Clients of a role; after this the token is theirs alone and not in the environment of what the role starts."""
     clients = [client_for(config, role=role) for _ in range(n)]
@@ -169,6 +175,7 @@ def run_feeder(args: argparse.Namespace) -> int:
     from rollbook.tasks.feeder import run_feeder as feed
 
     config, stop = _begin("feeder", args)
+    _check_model(config)
     (client,) = _clients(config, FEEDER)
     feed(config, client, stop)
     return _ended(not stop.is_set(), stop)
@@ -177,6 +184,7 @@ def run_feeder(args: argparse.Namespace) -> int:
 def run_learner(args: argparse.Namespace) -> int:
     """Train until the configured number of steps is made."""
     config, stop = _begin("learner", args)
+    _check_model(config, with_weights=True)
     from rollbook.learner.loop import run_learner as learn
 
     (client,) = _clients(config, LEARNER)
@@ -188,6 +196,7 @@ def run_worker(args: argparse.Namespace) -> int:
     config, stop = _begin("worker", args)
     if args.more:
         config = with_worker(config, args.index)
+    _check_model(config)  # its weights are a version's, known by their own digest
     from rollbook.rollout.worker import run_worker as work
 
     client, beat_client = _clients(config, WORKER, 2)

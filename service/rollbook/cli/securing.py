@@ -18,8 +18,22 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
+from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError
-from rollbook.core.security import ROLES, token_digest
+from rollbook.core.security import (
+    FEEDER,
+    LEARNER,
+    OBSERVER,
+    ROLES,
+    WORKER,
+    Grants,
+    load_grants,
+    read_secret,
+    read_token,
+    token_digest,
+    token_file,
+)
+from rollbook.rpc.credentials import client_access, server_credentials
 
 CA_DAYS, LEAF_DAYS = 3650, 825
 OPENSSL_S = 60.0
@@ -72,6 +86,25 @@ def section(folder: Path, with_tls: bool) -> str:
         files |= {"client_certificate": "client.pem", "client_key": "client.key"}
     lines = [f"{name} = {json.dumps(str(folder / file))}" for name, file in files.items()]
     return "\n".join(["[security]", *lines, *(["require_client_certificate = true"] if with_tls else [])])
+
+
+def checked_security(config: Config) -> str:
+    """For ``rollbook doctor``: whether every file is there and each role's token is one the server knows. Raises ConfigError."""
+    s = config.security
+    if config.ledger.password_file:
+        read_secret(config.ledger.password_file, "ledger.password_file")
+    server_credentials(s)
+    grants = load_grants(s.tokens) if s.tokens else None
+    for role in (WORKER, LEARNER, FEEDER, OBSERVER):
+        client_access(s, role, {})
+        if not s.token_dir:
+            continue
+        file = token_file(s, role)
+        grant = (grants or Grants(())).of(read_token(file, f"token of role {role!r} in security.token_dir"))
+        if grants is not None and (grant is None or grant.role != role or grant.run_id not in ("", config.run.id)):
+            raise ConfigError(f"{file}: security.tokens = {s.tokens} knows no such token for role {role!r} of this run")
+    transport = "clear text" if not s.certificate else "mutual TLS" if s.require_client_certificate else "TLS"
+    return f"{transport}, {'a token for every role' if grants else 'no tokens: whoever reaches the port takes part'}"
 
 
 def make_tokens(folder: Path, run_id: str = "") -> None:

@@ -347,7 +347,7 @@ class SecurityConfig:
     calls_per_s_max: float = 2000.0
     """Calls of one client (connection) a second, a second's worth at once; further ones are told when to come again."""
     calls_open_max: int = 64
-    """Calls one client may have open; further ones wait in the client."""
+    """Calls one client may have open; further ones are told when to come again."""
     calls_waiting_max: int = 256
     """Calls of all clients that may wait for a thread of the server; further ones are told when to come again."""
 

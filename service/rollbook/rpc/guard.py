@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -18,7 +18,7 @@ from rollbook.core.errors import InvalidRequest, RollbookError, ServerFenced, Un
 from rollbook.core.host import host
 from rollbook.observe.metrics import RPC_SECONDS
 from rollbook.rpc import status
-from rollbook.rpc.limits import Rates
+from rollbook.rpc.limits import Clients
 
 SERVICE = "rollbook.v1.LedgerService"
 DEADLINE_S_MAX = 3600.0
@@ -72,10 +72,12 @@ class Standing:
 class Guard(grpc.ServerInterceptor):
     """Wraps every method of the ledger service; health and reflection pass untouched."""
 
-    def __init__(self, run_id: str, standing: Standing, rates: Rates | None = None, check_own: CheckOwn | None = None) -> None:
+    def __init__(
+        self, run_id: str, standing: Standing, clients: Clients | None = None, check_own: CheckOwn | None = None
+    ) -> None:
         self._run_id = run_id
         self._standing = standing
-        self._rates = rates
+        self._clients = clients
         self._check_own = check_own
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
 
@@ -119,8 +121,9 @@ class Guard(grpc.ServerInterceptor):
         started, outcome = host().monotonic(), "ok"
         failure: RollbookError | None = None
         try:
-            self._admit(method, request, context)
-            yield
+            with nullcontext() if self._clients is None else self._clients.call(context.peer()):
+                self._admit(method, request, context)
+                yield
         except GeneratorExit:
             outcome = "cancelled"
             raise
@@ -138,8 +141,6 @@ class Guard(grpc.ServerInterceptor):
             status.end_with(context, failure)
 
     def _admit(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
-        if self._rates is not None:
-            self._rates.take(context.peer())
         remaining_s = context.time_remaining()
         if remaining_s is None or remaining_s > DEADLINE_S_MAX:
             raise InvalidRequest(f"set a deadline of at most {DEADLINE_S_MAX:.0f} s on the call; a call without one may hang")

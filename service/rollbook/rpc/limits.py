@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -54,6 +55,34 @@ class Rates:
                 f"more than {self._per_s:g} calls a second from this client (security.calls_per_s_max); send more per call",
                 (1.0 - level) / self._per_s,
             )
+
+
+class Clients:
+    """What each client does now: its rate, and how many of its calls are open. A client is a connection."""
+
+    def __init__(self, calls_per_s_max: float, calls_open_max: int) -> None:
+        self._rates = Rates(calls_per_s_max)
+        self._open_max = calls_open_max
+        self._lock = threading.Lock()
+        self._open: dict[str, int] = {}
+
+    @contextmanager
+    def call(self, peer: str) -> Iterator[None]:
+        """One call of ``peer`` for as long as the block. Raises Overloaded."""
+        self._rates.take(peer)
+        with self._lock:
+            n = self._open.get(peer, 0)
+            if n < self._open_max:
+                self._open[peer] = n + 1
+        if n >= self._open_max:
+            raise overloaded(f"{n} calls of this client are open (security.calls_open_max); let some end first", WAIT_S_FIRST)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[peer] -= 1
+                if not self._open[peer]:
+                    del self._open[peer]
 
 
 class Pool(ThreadPoolExecutor):

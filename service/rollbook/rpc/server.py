@@ -23,7 +23,7 @@ from rollbook.rpc.credentials import server_credentials
 from rollbook.rpc.gate import Gate
 from rollbook.rpc.guard import SERVICE, Guard, Standing
 from rollbook.rpc.intake import Intake
-from rollbook.rpc.limits import Overload, Pool, Rates, Refusals
+from rollbook.rpc.limits import Clients, Overload, Pool, Refusals
 from rollbook.rpc.servicer import LedgerServicer
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
@@ -145,7 +145,9 @@ def serve(
         pool,
         interceptors=(
             *outer, *interceptors, Intake(),
-            Guard(run_id, standing, Rates(security.calls_per_s_max), gate.check_own if gate else None),
+            Guard(
+                run_id, standing, Clients(security.calls_per_s_max, security.calls_open_max), gate.check_own if gate else None
+            ),
         ),
         options=_options(max_message_bytes or security.message_bytes_max, security.calls_open_max),
         maximum_concurrent_rpcs=4 * threads,
@@ -161,7 +163,8 @@ def serve(
 
 def _options(max_message_bytes: int, calls_open_max: int) -> list[tuple[str, int]]:
     return [
-        ("grpc.max_concurrent_streams", calls_open_max),
+        # Beyond the limit of the guard, which says when to come again: for who does not use our client.
+        ("grpc.max_concurrent_streams", 4 * calls_open_max),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         # With port sharing, a second server on the same port would silently take half of the connections.

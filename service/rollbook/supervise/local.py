@@ -81,12 +81,15 @@ class LocalBackend:
         """End processes of an earlier supervisor of this run that are still alive."""
         self._guardian.end_previous()
         self.table = ProcessTable(self._table_file)
+        self._end_leftovers(emit)
+        self._guardian.start()
+        return {}
+
+    def _end_leftovers(self, emit: Callable[[str], None]) -> None:
         for record in self.table.records().values():
             if left := record.tree():
                 emit(f"ending {record.name} (pid {', '.join(map(str, left))}) left by an earlier supervisor")
                 record.end(KILL_S)
-        self._guardian.start()
-        return {}
 
     def start(self, order: Order) -> Running:
         """See ``backend.Backend``."""
@@ -129,7 +132,13 @@ class LocalSupervisor(Supervisor):
         accept: Sequence[str] = (),
         launch: Launcher = spawn,
     ) -> None:
-        super().__init__(config, config_args, LocalBackend(Path(config.run.dir), launch), on_event, accept)
+        self._local = LocalBackend(Path(config.run.dir), launch)
+        super().__init__(config, config_args, self._local, on_event, accept)
+
+    @property
+    def table(self) -> ProcessTable:
+        """The newest process of every role."""
+        return self._local.table
 
     @property
     def hang_s_min(self) -> float:
