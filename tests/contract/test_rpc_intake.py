@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from ledger_support import STREAM, Scene, group, run_record, term_of, trajectory, version
+from ledger_support import STREAM, Scene, group, run_record, sample_for, term_of, trajectory, version
 from rpc_support import CALLS, RUN, RUN_ID, CannedLedger, served
 
 from ledger_bench import Bench
@@ -231,6 +231,14 @@ def test_a_report_of_an_impossible_slot_or_size_is_answered_by_itself(scene: Sce
     nowhere = dataclasses.replace(lost, key=SlotKey(0, 2**40))
     outcomes = [r.outcome for r in scene.ledger.report_failures([nowhere, lost])]
     assert outcomes == [SubmitOutcome.INVALID, SubmitOutcome.ACCEPTED]
+
+
+def test_a_sample_of_an_impossible_slot_is_answered_by_itself(scene: Scene) -> None:
+    one, two = scene.lease(2)
+    for sibling in (2**31, -1):
+        nowhere = dataclasses.replace(sample_for(one, scene.incarnation), key=SlotKey(0, sibling))
+        results = scene.ledger.submit_samples([nowhere, sample_for(two if sibling < 0 else one, scene.incarnation)])
+        assert [r.outcome for r in results] == [SubmitOutcome.INVALID, SubmitOutcome.ACCEPTED]
 
 
 def test_an_answer_of_no_characters_is_an_answer(scene: Scene) -> None:
