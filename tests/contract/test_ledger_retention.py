@@ -210,17 +210,18 @@ def test_the_audit_finds_what_is_left_or_lost_of_expired_ranges(damaged: Bench) 
 
 def test_events_of_gone_groups_and_receipts_go_by_age_and_stay_counted(bench: Bench) -> None:
     s = scene(bench)
-    s.ledger.lease_slots(s.incarnation, s.head(), 1, request_id="early")
     steps(s, 1, 7)
+    s.feed(1)
+    assert len(s.lease(1, request_id="early")) == 1
     before = counted(s)
     assert s.ledger.expire()["events"] == 0, "too young"
     n_events = len(bench.rows("SELECT * FROM event WHERE ordinal < 8"))
-    assert n_events > 0 and len(bench.rows("SELECT * FROM append_receipt")) == 7
+    assert n_events > 0 and len(bench.rows("SELECT * FROM append_receipt")) == 8
     bench.let_time_pass(60.0)
     s.ledger.renew_self()
     freed = s.ledger.expire()
     assert freed["events"] == n_events
-    assert freed["receipts"] == 8
+    assert freed["receipts"] == 9
     assert bench.rows("SELECT * FROM append_receipt") == bench.rows("SELECT * FROM lease_receipt") == []
     assert bench.rows("SELECT * FROM event WHERE ordinal < 8") == []
     assert len(bench.rows("SELECT * FROM event WHERE kind = 'step_planned'")) == 7, "the run's own events stay"

@@ -28,7 +28,7 @@ def _expired_ranges(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
         yield "the first replayable step is not the one behind the expired ranges", [str(s.kept.replayable_from)]
     verdicts = load_totals(s.conn, s.run.run_id).get("verdicts", {})
     if sum(verdicts.values()) != sum(r.n_verdicts for r in ranges):
-        yield "verdicts by kind are not those of the expired ranges", sorted(verdicts)
+        yield "verdicts by kind are not those of the expired ranges", sorted(verdicts) or ["none"]
     yield from _left(s, [r for r in ranges if r.state == "gone"])
 
 

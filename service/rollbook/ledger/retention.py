@@ -61,7 +61,6 @@ class Retaining(Survival):
         freed["events"] = self._repeat(self._delete_events)
         freed["receipts"] = self._repeat(self._delete_receipts)
         self._rounds += 1
-        self._bell.ring({"retention"})
         return freed
 
     def _keep_expiring(self) -> None:
