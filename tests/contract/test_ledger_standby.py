@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+import sqlalchemy as sa
 from ledger_support import Scene
+from ledger_support import run_record as plain_record
 
 from rollbook.cli.record import run_record
 from rollbook.cli.serving import serve_ledger
@@ -55,7 +60,7 @@ class Server:
             self.failure = error
 
     def join(self) -> BaseException | None:
-        self._thread.join(60)
+        self._thread.join(150)
         assert not self._thread.is_alive()
         return self.failure
 
@@ -78,7 +83,7 @@ class Several:
     def start(self, index: int, record: RunRecord | None = None) -> Server:
         server = Server(serve_in_turn, self.config, record or self.record, index=index)
         self.servers.append(server)
-        wait_until("the server listens", lambda: index in announced(self.dir) or server.failure, 60)
+        wait_until("the server listens", lambda: index in announced(self.dir) or server.failure)
         return server
 
     def client(self, address: str = "", **options: Any) -> LedgerClient:
@@ -94,7 +99,7 @@ class Several:
         return False
 
     def held_by(self, index: int) -> None:
-        wait_until(f"server {index} is the holder", lambda: holder_index(self.dir) == index, 60)
+        wait_until(f"server {index} is the holder", lambda: holder_index(self.dir) == index)
 
     def end(self) -> None:
         for server in self.servers:
@@ -148,7 +153,7 @@ def test_a_standby_that_is_told_to_stop_leaves_without_a_trace(several: Several)
 def test_a_standby_that_dies_where_it_takes_the_role_is_followed_by_another(several: Several, point: str) -> None:
     first, second, third = several.start(0), several.start(1), None
     several.held_by(0)
-    wait_until("the standby knows the holder", lambda: several.refuses(1), 60)
+    wait_until("the standby knows the holder", lambda: several.refuses(1))
     with several.client() as client:
         scene = Scene(client, several.record)  # type: ignore[arg-type]
         scene.feed(1)
@@ -163,21 +168,18 @@ def test_a_standby_that_dies_where_it_takes_the_role_is_followed_by_another(seve
         assert client.run_status()["slots"]["submitted"] == 1 and client.audit() == []
         scene = Scene(client, several.record, publish=False)  # type: ignore[arg-type]
         scene.fill(1)
-        attached = [e["detail"]["epoch"] for e in _attached(several)]
-    assert attached == sorted(set(attached)), "each server has a larger epoch"
+    epochs = _epochs(several)
+    assert epochs == sorted(set(epochs)), "each server has a larger epoch"
     assert third.end() is None
 
 
-def _attached(several: Several) -> list[dict[str, Any]]:
-    import json
-
-    import sqlalchemy as sa
-
+def _epochs(several: Several) -> list[int]:
+    """Epochs of the servers that took the role, in order."""
     engine = sa.create_engine(several.config.ledger.url)
     with engine.connect() as conn:
         rows = conn.exec_driver_sql("SELECT detail_json FROM event WHERE kind = 'server_attached' ORDER BY seq").scalars().all()
     engine.dispose()
-    return [{"detail": json.loads(row)} for row in rows]
+    return [json.loads(row)["epoch"] for row in rows]
 
 
 def test_a_standby_of_another_configuration_refuses_when_its_turn_comes_and_lets_go(several: Several) -> None:
@@ -202,7 +204,7 @@ def test_an_ordinary_server_is_followed_by_a_standby_too(tmp_path: Path, sqlite_
     several = Several(tmp_path, sqlite_url)
     first = Server(serve_ledger, several.config, several.record)
     address = several.dir / "ledger.address"
-    wait_until("the server is found", address.exists, 60)
+    wait_until("the server is found", address.exists)
     second = several.start(1)
     assert several.refuses(1)
     assert first.end() is None
@@ -213,12 +215,10 @@ def test_an_ordinary_server_is_followed_by_a_standby_too(tmp_path: Path, sqlite_
 def test_the_servers_term_is_read_without_a_transaction_that_stays(postgres_url: str) -> None:
     with Ledger(postgres_url, holder="first", role_ttl_s=60.0) as first, Ledger(postgres_url, holder="standby") as standby:
         assert standby.server_term("run") is None
-        from ledger_support import run_record as record
-
-        first.open_run(record())
+        first.open_run(plain_record())
         found = standby.server_term("run")
         assert found is not None and found[0] == "first" and 50.0 < found[1] <= 60.0
-        with contextlib.closing(_raw(postgres_url)) as look:
+        with contextlib.closing(psycopg.connect(postgres_url.replace("+psycopg", ""), autocommit=True)) as look:
             rows = look.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND "
                                 "pid <> pg_backend_pid() AND xact_start IS NOT NULL").fetchone()  # fmt: skip
             assert rows == (0,)
@@ -227,15 +227,8 @@ def test_the_servers_term_is_read_without_a_transaction_that_stays(postgres_url:
         assert found is not None and found[1] <= 0, "a released role is free"
 
 
-def _raw(url: str) -> Any:
-    import psycopg
-
-    return psycopg.connect(url.replace("+psycopg", ""), autocommit=True)
-
-
 def _config(**ledger: Any) -> Config:
-    table = {"run": {"id": "r", "dir": "d"}, "model": {"path": "m"}, "task": {"source": "jsonl", "path": "t"},
-             "workers": [{"engine": "transformers"}], "ledger": ledger}  # fmt: skip
+    table = tomllib.loads(CONFIG) | {"ledger": ledger}
     return config_from_table(table)
 
 

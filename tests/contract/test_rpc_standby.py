@@ -248,7 +248,9 @@ def test_a_server_that_ended_is_taken_out_of_the_files_and_the_others_stay(tmp_p
         announce(tmp_path, index, address)
     write_address(tmp_path, "b:2", ["a:1", "c:3"])
     assert announced(tmp_path) == {0: "a:1", 1: "b:2", 2: "c:3"} and holder_index(tmp_path) == 1
-    forget(tmp_path, 1)
+    forget(tmp_path, 1, "another:1")
+    assert announced(tmp_path)[1] == "b:2", "somebody else is that server by now"
+    forget(tmp_path, 1, "b:2")
     assert addresses_in(tmp_path)() == ["a:1", "c:3"] and announced(tmp_path) == {0: "a:1", 2: "c:3"}
     forget(tmp_path, 1)
     assert addresses_in(tmp_path)() == ["a:1", "c:3"], "one that was not found names nobody"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,11 @@ import pytest
 from rollbook.core.config import Config, config_from_table
 from rollbook.rpc.address import announce, announced, write_address
 from rollbook.supervise.ledgers import forget_server, forget_servers, holder, server_arguments
+from run_support import CONFIG
 
 
 def config(standbys: int) -> Config:
-    return config_from_table({
-        "run": {"id": "r", "dir": "d"}, "model": {"path": "m"}, "task": {"source": "jsonl", "path": "t"},
-        "workers": [{"engine": "transformers"}], "ledger": {"standbys": standbys},
-    })  # fmt: skip
+    return config_from_table(tomllib.loads(CONFIG) | {"ledger": {"standbys": standbys}})
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def serve_in_turn(
         log.info("serving", extra={"address": address, "run": config.run.id, "config": record.config_digest[:12], "index": index})
         hold_role(config, ledger, server, stop, stay_found)
     finally:
-        forget(run_dir, index)
+        forget(run_dir, index, address)
         server.stop(STOP_GRACE_S)
         turn.close()
 

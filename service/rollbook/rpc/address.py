@@ -51,9 +51,14 @@ def holder_index(run_dir: str | Path) -> int | None:
     return next((index for index, address in announced(run_dir).items() if [address] == first), None)
 
 
-def forget(run_dir: str | Path, index: int) -> None:
-    """Take a server that has ended out of the files: its port may be somebody else's by now."""
+def forget(run_dir: str | Path, index: int, address: str = "") -> None:
+    """Take a server that has ended out of the files: its port may be somebody else's by now.
+
+    With ``address`` only while it is the one announced: another process may be the server with this index by now.
+    """
     file, own = Path(run_dir) / FILE_NAME, announced(run_dir).pop(index, "")
+    if address and own != address:
+        return
     _own_file(run_dir, index).unlink(missing_ok=True)
     if not own and announced(run_dir):
         return  # it had not got as far as to be found
