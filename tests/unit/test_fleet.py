@@ -177,7 +177,7 @@ def test_a_worker_that_waits_is_told_of_once_and_takes_nobodys_place(world: Worl
     world.run(world.children[1], waits_s=100.0)
     world.look(CONFIGURED)
     world.look(CONFIGURED)
-    assert world.said == ["worker-0 waits for a node with 1 CPUs to spare"]
+    assert world.said == ["worker-0 waits for its place, a node with 1 CPUs to spare"]
     assert not any(c.leaving for c in world.children)
 
 

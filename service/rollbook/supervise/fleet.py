@@ -91,7 +91,7 @@ class Fleet:
             if not child.wait_told:
                 child.wait_told = True
                 needs = f"{child.needs.cpus:g} CPUs" + (f", {child.needs.gpus:g} GPUs" if child.needs.gpus else "")
-                self._emit(f"{child.name} waits for a node with {needs} to spare")
+                self._emit(f"{child.name} waits for its place, a node with {needs} to spare")
             if child.kind == WORKER or any(c.leaving == YIELDED for c in children):
                 continue
             able = [c for c in children if c.kind == WORKER and c.is_placed and not c.leaving and c.process is not None]
