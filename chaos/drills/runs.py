@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HOOKS = Path(__file__).resolve().parent / "hooks"
 ROLLBOOK = [sys.executable, "-m", "rollbook.cli.main"]
 COMMAND_BOUND_S = 900.0
-END_BOUND_S = 300.0
+END_BOUND_S = 600.0
 STEPS_WITHOUT_END = 1_000_000
 
 
