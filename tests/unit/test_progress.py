@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.core.errors import ConfigError
+from rollbook.core.errors import ConfigError, Fenced
 from rollbook.observe import progress
 from rollbook.observe.health import Checked, Health, HealthPage
 from rollbook.observe.progress import Bounds, Reporter, State, progress_file, read_record
+from rollbook.rollout.heartbeat import Heartbeat
 from rollbook.supervise.hangs import HangWatch
 from rollbook.supervise.process import ProcessRecord
 from rollbook.supervise.watchdog import Watched
+from rollout_doubles import MemoryLedger
+from run_support import wait_until
 from task_fixtures import make_config
 
 BOUNDS = Bounds(startup_s=300.0, busy_s=200.0, idle_s=100.0, stall_s=50.0)
@@ -106,6 +109,18 @@ def test_a_role_is_not_ready_before_it_says_so_nor_while_what_it_needs_fails() -
     reporter.set_ready(False, "it was told to stop")
     assert health.answer("/readyz")[1]["reason"] == "it was told to stop"
     assert health.answer("/")[0] == 404
+
+
+def test_a_worker_whose_heartbeats_are_not_answered_is_of_no_use() -> None:
+    ledger = MemoryLedger([])
+    beat = Heartbeat(ledger, "worker", 5.0, 60.0)
+    assert "no heartbeat was answered" in beat.wrong()
+    beat.beat(0.0)
+    assert beat.wrong() == ""
+    ledger.fail("heartbeat", Fenced("gone"))
+    beat.start()
+    wait_until("the beats end", lambda: "heartbeats have ended" in beat.wrong(), 60.0)
+    beat.stop()
 
 
 def test_a_check_that_hangs_is_asked_once_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

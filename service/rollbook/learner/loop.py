@@ -62,7 +62,7 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
     failpoint("learner.after_role")
     with holding(client, term) as role:
         learner = open_learner(config, client, role)
-        progress.ready(True)
+        progress.ready(True, check=role.wrong)
         while learner.step < config.run.steps:
             plan = learner.next_plan(stop)
             if plan is None:

