@@ -11,6 +11,7 @@ import pytest
 from ray_support import needs_ray
 from rollbook.core.config import load_config
 from rollbook.core.errors import ConfigError, Unavailable
+from rollbook.core.settings import SecurityConfig
 from rollbook.supervise.backend import Node
 from run_support import CONFIG, TinyRun
 
@@ -53,7 +54,8 @@ def test_a_ledger_on_loopback_is_refused_where_other_machines_have_to_reach_it(
 
     (tmp_path / "run.toml").write_text(CONFIG)
     config = load_config(tmp_path / "run.toml")
-    config = replace(config, ledger=replace(config.ledger, address=listens))
+    security = SecurityConfig(certificate="c", key="k", ca="a", tokens="t")
+    config = replace(config, ledger=replace(config.ledger, address=listens), security=security)
     found = [Node(f"{address} ({i})", str(i)) for i, address in enumerate(nodes)]
     backend = RayBackend(config, {})
     monkeypatch.setattr(backend, "nodes", lambda: found)
@@ -69,4 +71,4 @@ def test_a_paragraph_of_an_error_becomes_a_line() -> None:
 
     text = "The actor died unexpectedly.\n\tclass_name: RoleHost\n\tpid: 3\nThe node has died.\nThe node has died.\n  File x"
     assert _brief(Unavailable(text)) == "The actor died unexpectedly. The node has died."
-    assert len(_brief(Unavailable("x" * 1000))) == 400 and _brief(Unavailable("")) == "Unavailable"
+    assert len(_brief(Unavailable("x" * 1000))) == 400 and _brief(ValueError()) == "ValueError"
