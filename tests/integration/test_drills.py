@@ -29,7 +29,7 @@ from run_support import MODEL, REPOSITORY, ROLLBOOK, environment, wait_until
 pytestmark = pytest.mark.timeout(600)
 
 CHAOS = REPOSITORY / "chaos"
-SHORT = ("--fork-server", "--calm-steps", "4", "--interval", "1.5", "--seed", "11")
+SHORT = ("--fork-server", "--calm-steps", "4", "--interval", "1.5", "--seed", "11", "--patience", "400")
 AT_ONCE = 2
 DRILLS = {
     "kill_node": ("kill_node", "--count", "4", "--one"),
