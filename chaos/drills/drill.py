@@ -163,7 +163,8 @@ class Drill:
         calm_from = begin = time.time()
         finished = False
         try:
-            self.wait_for(f"step {self.args.calm_steps} without a fault", self._calm_is_over, self.args.patience + self.args.calm_s)
+            bound_s = self.args.patience + self.args.calm_s
+            self.wait_for(f"{self.args.calm_steps} steps without a fault", self._calm_is_over, bound_s)
             calm_from, begin = self._calm_from, time.time()
             self._strike_all()
         except Broken as broken:
