@@ -237,6 +237,17 @@ def test_ettr_is_steps_kept_by_the_median_unbroken_step_over_wall_time() -> None
     assert verdict.progress(calm, verdict.Window(14.0, 15.0, 25.0))["ettr"] is None
 
 
+def test_time_lost_to_faults_is_what_steps_took_longer_around_them() -> None:
+    times = [float(i) for i in range(11)] + [15.0, 16.0, 17.0]
+    window = verdict.Window(0.0, 5.0, 17.0)
+    one = Fault("learner", "sigkill", at=10.5)
+    assert verdict.lost_time([one], times, window)["lost_share"] == round(4.0 / 12.0, 4)
+    again = Fault("worker", "sigkill", at=12.0)
+    assert verdict.lost_time([one, again], times, window)["lost_share"] == round(4.0 / 12.0, 4), "the same gap counts once"
+    assert verdict.lost_time([Fault("worker", "sigkill", at=8.5)], times, window)["lost_share"] == 0.0
+    assert verdict.lost_time([], times, window) == {}
+
+
 def test_children_of_a_process_are_found_and_no_others() -> None:
     script = "import subprocess, sys; c = subprocess.Popen(['sleep', '60']); print(c.pid, flush=True); sys.stdin.read(); c.kill()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
