@@ -30,7 +30,7 @@ def table(entries: list[dict[str, Any]]) -> str:
     claims = {e["drill"]: e["claim"] for e in entries}
     lines = ["| drill | claim |", "|---|---|", *(f"| `{name}` | {claim} |" for name, claim in sorted(claims.items())), ""]
     columns = ("drill, database", "command", "faults", "lost / twice / skipped / stale", "first new rollout", "first new step",
-               "ETTR", "verdict", "date, machine, revision")  # fmt: skip
+               "ETTR; time lost to faults", "verdict", "date, machine, revision")  # fmt: skip
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for e in newest(entries):
         n = e["numbers"]
@@ -41,6 +41,8 @@ def table(entries: list[dict[str, Any]]) -> str:
         holds = "holds" if e["verdict"] == "holds" else f"**BROKEN**: {first}"
         machine = f"{e['date'][:10]}, {e['machine']['cores']} cores {e['machine']['cpu']}, {e['commit'] or e['code']}"
         ettr = f"{n['ettr']:.3f} over {n['wall_s']:.0f} s" if n.get("ettr") is not None else "—"
+        lost = n.get("lost_share")
+        ettr += f"; {lost:.1%}" if lost is not None else ""
         cells = (
             f"{e['drill']}, {e['database']}", f"`{e['command']}`", f"{n.get('faults injected', 0)} ({n.get('of these', '')})",
             wrong, n.get("time to first new rollout", "—"), n.get("time to first new step", "—"), ettr, holds, machine,

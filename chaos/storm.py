@@ -1,4 +1,5 @@
-"""Everything at once: kills of roles, nodes and the database, stops past a term, and a bad network, mixed by chance.
+"""Everything at once: kills of roles, nodes and the database, stops past a term, a bad network, a checkpoint store that is away,
+clocks that are wrong; mixed by chance.
 
 ``--only kill`` with ``--interval 120`` and ``--ettr-min`` measures what a kill now and then costs.
 """
@@ -13,10 +14,14 @@ from drills.drill import Drill, main
 from drills.faults import FENCED, Fault, kill, possible, stop
 from drills.network import CLIENTS, Network
 from drills.proxy import TOXICS
+from drills.runs import OwnRun, Refused
 
 ROLES = ("worker", "learner", "ledger", "feeder")
-KINDS = {"kill": 6, "stop": 2, "network": 3}
-"""Kinds of fault and how often each, in proportion."""
+KINDS = {"kill": 6, "stop": 2, "network": 3, "disk": 1, "clock": 1}
+"""Kinds of fault and how often each, in proportion; a live run gets kills and stops alone."""
+STORAGE = {"learner": {"error": "ENOSPC", "below": "/checkpoints/"}, "worker": {"fsync_s": 0.3, "below": "/spool/"}}
+"""A checkpoint store that is full, a spool that is slow."""
+RATES = (0.8, 1.25)
 RARE = {"supervisor": 1, "node": 1}
 """Targets of a kill beside the roles, which count ``OFTEN`` each."""
 OFTEN = 2
@@ -31,7 +36,8 @@ class Storm(Drill):
     )
     count = 50
     interval_s = 15.0
-    allowed_deaths = tuple((role, FENCED) for role in ROLES)
+    allowed_deaths = (*((role, FENCED) for role in ROLES), ("learner", "exit code 1"))
+    """The learner ends when its checkpoint store is full."""
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -44,8 +50,7 @@ class Storm(Drill):
         self.network: Network | None = None
 
     def prepare(self) -> None:
-        if self.args.only in ("", "network"):
-            self.network = Network(self.run)
+        self.network = Network(self.run)
 
     def would_do(self) -> list[str]:
         return [line for role in self._targets() for line in possible(self.run, role)]
@@ -55,7 +60,9 @@ class Storm(Drill):
         return dict.fromkeys(ROLES, OFTEN) | rare
 
     def strike(self) -> Fault | None:
-        kinds = {k: n for k, n in KINDS.items() if self.args.only in ("", k) and (k != "network" or self.network is not None)}
+        kinds = {k: n for k, n in KINDS.items() if self.args.only in ("", k) and (self.run.own or k in ("kill", "stop"))}
+        if not kinds:
+            raise Refused(f"a live run gets kills and stops alone, not --only {self.args.only}")
         kind = self.chance.choices(list(kinds), list(kinds.values()))[0]
         if kind == "kill":
             targets = self._targets()
@@ -68,11 +75,26 @@ class Storm(Drill):
             fault, record = sent
             self.later(seconds, lambda: record.signal(signal.SIGCONT))
             return fault
+        if kind in ("disk", "clock"):
+            return self._bend(kind, seconds)
         network = self.network
         assert network is not None
         toxic = self.chance.choice(sorted(TOXICS))
         fault = network.strike(self.chance, toxic, seconds, self.chance.choice(CLIENTS))
         self.later(0.0 if toxic == "reset" else seconds, lambda: network.heal(fault.role))
+        return fault
+
+    def _bend(self, kind: str, seconds: float) -> Fault:
+        """Storage or clocks of a run of its own, for a while."""
+        run = self.run
+        assert isinstance(run, OwnRun)
+        role = self.chance.choice(sorted(STORAGE if kind == "disk" else CLIENTS))
+        change = STORAGE[role] if kind == "disk" else {"rate": self.chance.choice(RATES), "offset_s": 3600.0}
+        subject = "storage" if kind == "disk" else "clock"
+        fault = Fault(role, subject)
+        fault.until = fault.at + seconds
+        run.tell(subject, {role: change})
+        self.later(seconds, lambda: run.tell(subject, {}))
         return fault
 
     def own_findings(self, result: object) -> list[str]:

@@ -29,9 +29,8 @@ CONFIG = REPOSITORY / "chaos" / "soak.toml"
 POLL_S = 0.05
 LOOK_S = 0.5
 """How often the database is asked for progress: rarely enough not to be a load of its own."""
-START_BOUND_S = 240.0
 STILL_BOUND_S = 240.0
-"""Longest that no step may be finished, whatever is being done to the run; one that stands still for longer hangs."""
+"""Longest that no step may be finished, whatever is being done to the run: standing still for longer is a hang."""
 
 
 class Broken(Exception):
@@ -164,7 +163,8 @@ class Drill:
         calm_from = begin = time.time()
         finished = False
         try:
-            self.wait_for(f"step {self.args.calm_steps} without a fault", self._calm_is_over, START_BOUND_S + self.args.calm_s)
+            bound_s = self.args.patience + self.args.calm_s
+            self.wait_for(f"{self.args.calm_steps} steps without a fault", self._calm_is_over, bound_s)
             calm_from, begin = self._calm_from, time.time()
             self._strike_all()
         except Broken as broken:
@@ -256,7 +256,7 @@ class Drill:
             self.observed.append((time.time(), step, self.run.samples() if self.clock_is_bent else 0))
             if step != self._step:
                 self._step, self._moved_at = step, now
-            elif going and now - self._moved_at > STILL_BOUND_S:
+            elif going and now - self._moved_at > self.args.patience:
                 raise Broken(f"hangs: no step finished for {now - self._moved_at:.0f} s after step {step}")
         return going
 
@@ -297,7 +297,7 @@ class Drill:
         goal = self.run.steps() + 1
         if self.run.ended() is None:
             with contextlib.suppress(Broken) if self._has_steps_end() else contextlib.nullcontext():
-                self.wait_for("a new step after the last fault", lambda: self.run.steps() >= goal, STILL_BOUND_S)
+                self.wait_for("a new step after the last fault", lambda: self.run.steps() >= goal, self.args.patience)
 
     def _has_steps_end(self) -> bool:
         return isinstance(self.run, OwnRun) and not self.run.open_end
@@ -390,6 +390,8 @@ def _add_common(parser: argparse.ArgumentParser, drill: type[Drill]) -> None:
     parser.add_argument("--calm-s", type=float, default=0.0, help="and no fewer seconds than this")
     parser.add_argument("--replay-max", type=int, default=verdict.REPLAYED_MAX,
                         help="rebuild all versions of runs up to so many steps")  # fmt: skip
+    parser.add_argument("--patience", type=float, default=STILL_BOUND_S, metavar="S",
+                        help="a run that finishes no step for so long hangs; more on a busy machine")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="show what would be hit and touch nothing")
     parser.add_argument("--json", default="", metavar="FILE", help="the table as JSON")
     parser.add_argument("--report", default="", metavar="FILE", help="an HTML file with a timeline of faults and progress")

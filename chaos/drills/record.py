@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drills.verdict import Verdict
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "drills.jsonl"
-NOT_IN_TABLE = ("ettr", "ettr_unbroken", "step_s_unbroken", "wall_s")
+NOT_IN_TABLE = ("ettr", "ettr_unbroken", "step_s_unbroken", "wall_s", "lost_share")
 
 
 def entry(drill: Drill, result: Verdict, finished: bool) -> dict[str, Any]:

@@ -21,6 +21,8 @@ import oracle
 from drills.faults import Fault
 from drills.runs import Run
 
+NEAR = 20
+"""Steps before a fault that say what a step takes at that time."""
 DURABLE = ("accepted", "replayed")
 REPLAYED_MAX = 200
 """Longest run whose versions are all rebuilt; a longer one is compared digest by digest along its plans alone."""
@@ -89,7 +91,7 @@ def judge(run: Run, faults: Sequence[Fault], window: Window, *, finished: bool, 
         rollouts = [b[0] for a, b in zip(observed, observed[1:], strict=False) if b[2] > a[2]]
         ended = [b[0] for a, b in zip(observed, observed[1:], strict=False) for _ in range(b[1] - a[1])]
     measure(faults, tables, rollouts, ended)
-    return Verdict(numbers | timings(faults) | progress(ended, window), found, tables)
+    return Verdict(numbers | timings(faults) | progress(ended, window) | lost_time(faults, ended, window), found, tables)
 
 
 def published_part(tables: dict[str, list[oracle.Row]]) -> dict[str, list[oracle.Row]]:
@@ -252,6 +254,28 @@ def progress(times: Sequence[float], window: Window) -> dict[str, Any]:
         "ettr": round(ettr, 4), "ettr_unbroken": round(unbroken, 4), "steps": len(times), "step_s_unbroken": round(median, 4),
         "wall_s": round(wall, 1),
     }  # fmt: skip
+
+
+def lost_time(faults: Sequence[Fault], times: Sequence[float], window: Window) -> dict[str, Any]:
+    """Wall time that steps took longer around faults than the ``NEAR`` steps before did, as a share of the window.
+
+    Where the machine is shared and its pace changes within the run, ETTR says how much slower it became; this says what the
+    faults cost. Of each fault: from the last step before it to the first step after it, less the median of the steps before.
+    """
+    lost, until = 0.0, 0.0
+    for fault in sorted(faults, key=lambda f: f.at):
+        before = [t for t in times if t <= fault.at][-NEAR - 1 :]
+        after = next((t for t in times if t > fault.at), window.end)
+        if len(before) < 3 or after <= until or fault.at > window.end:
+            continue
+        usual = statistics.median(b - a for a, b in zip(before, before[1:], strict=False))
+        lost += max(0.0, after - max(before[-1], until) - usual)
+        until = after
+    wall = window.end - window.begin
+    if wall <= 0 or not faults:
+        return {}
+    share = lost / wall
+    return {"time lost to faults": f"{lost:.1f} s of {wall:.0f} s ({share:.1%})", "lost_share": round(share, 4)}
 
 
 def unexpected_deaths(text: str, faults: Sequence[Fault], allowed: Sequence[tuple[str, str]] = ()) -> list[str]:
