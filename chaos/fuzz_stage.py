@@ -131,6 +131,9 @@ class ServerProcess(Remote):
             raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
         super().__init__(address)
 
+    def healthy(self) -> bool:
+        return self._process.poll() is None and super().healthy()
+
     def status_of(self) -> dict[str, int]:
         """Resident memory in KiB and number of threads."""
         lines = (line.split(":") for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines())
