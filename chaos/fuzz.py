@@ -18,11 +18,14 @@ import os
 import platform
 import random
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,6 +56,10 @@ UNDUE = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIM
 """Statuses that no message may cause."""
 STOP_AFTER = 40
 """Findings after which an arm ends."""
+
+
+_stopping = threading.Event()
+"""Set by SIGTERM: arms end after their batch, so that every process that was started is ended too."""
 
 
 @dataclass
@@ -129,7 +136,7 @@ def choose(rng: random.Random, bases: dict[str, list[Base]], *, raw_share: float
             continue
         base = rng.choice(bases[method])
         if rng.random() >= raw_share:
-            return mutate(rng, method, base.message, live=base.live and closed), base.live
+            return mutate(rng, method, base.message, live=base.live and closed), base.live and not base.repeated
         if not (base.live and closed):
             return raw(rng, method, base.message), base.live
 
@@ -201,7 +208,7 @@ def _send(
 ) -> None:
     end = arm.sent + n
     between()
-    while arm.sent < end and len(arm.findings) < STOP_AFTER:
+    while arm.sent < end and len(arm.findings) < STOP_AFTER and not _stopping.is_set():
         for _ in range(min(BATCH, end - arm.sent)):
             hostile, live = next_message()
             judge(arm, server, hostile, live and arm.name.startswith("closed"))
@@ -226,24 +233,29 @@ def fuzz(messages: int, seed: int, directory: Path, postgres: PostgresServer | N
     shares = [("closed-sqlite", 0.5), ("open-sqlite", 0.5)]
     if postgres is not None:
         shares = [("closed-sqlite", 0.5), ("open-sqlite", 0.25), ("closed-postgresql", 0.15), ("open-postgresql", 0.1)]
-    arms = []
-    for number, (name, share) in enumerate(shares):
-        arm = Arm(name)
-        arms.append(arm)
-        place = directory / name
-        place.mkdir(parents=True)
-        if name.endswith("sqlite"):
-            url = f"sqlite:///{place}/ledger.sqlite"
-        else:
-            assert postgres is not None
-            url = postgres.url(postgres.create(name.replace("-", "_")))
-        started = time.monotonic()
-        run = run_closed if name.startswith("closed") else run_open
-        run(arm, url, place / "server.log", random.Random(f"{seed}.{number}"), round(messages * share))
-        took = time.monotonic() - started
-        print(f"{name}: {arm.sent} messages in {took:.0f} s, {len(arm.findings)} findings, memory {arm.memory_kib[:1]} to "
-              f"{arm.memory_kib[-1:]} KiB, threads {arm.threads[:1]} to {arm.threads[-1:]}", flush=True)  # fmt: skip
-    return arms
+    with ThreadPoolExecutor(len(shares)) as pool:  # each arm has a server and a generator of its own
+
+        def run(number: int) -> Arm:
+            name, share = shares[number]
+            return _run_arm(name, directory / name, postgres, random.Random(f"{seed}.{number}"), round(messages * share))
+
+        return list(pool.map(run, range(len(shares))))
+
+
+def _run_arm(name: str, place: Path, postgres: PostgresServer | None, rng: random.Random, n: int) -> Arm:
+    arm, started = Arm(name), time.monotonic()
+    place.mkdir(parents=True)
+    if name.endswith("sqlite"):
+        url = f"sqlite:///{place}/ledger.sqlite"
+    else:
+        assert postgres is not None
+        url = postgres.url(postgres.create(name.replace("-", "_")))
+    run = run_closed if name.startswith("closed") else run_open
+    run(arm, url, place / "server.log", rng, n)
+    print(f"{name}: {arm.sent} messages in {time.monotonic() - started:.0f} s, {len(arm.findings)} findings, memory "
+          f"{arm.memory_kib[:1]} to {arm.memory_kib[-1:]} KiB, threads {arm.threads[:1]} to {arm.threads[-1:]}",
+          flush=True)  # fmt: skip
+    return arm
 
 
 def record_of(arms: list[Arm], seed: int, wall_s: float) -> dict[str, Any]:
@@ -278,6 +290,7 @@ def main() -> int:
     options = parser.parse_args()
     seed = options.seed or random.SystemRandom().randrange(1, 2**31)
     print(f"seed {seed}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: _stopping.set())
     started = time.monotonic()
     postgres = None
     directory = Path(tempfile.mkdtemp(prefix="rollbook-fuzz-"))

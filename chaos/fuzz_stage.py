@@ -131,6 +131,9 @@ class ServerProcess(Remote):
             raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
         super().__init__(address)
 
+    def healthy(self) -> bool:
+        return self._process.poll() is None and super().healthy()
+
     def status_of(self) -> dict[str, int]:
         """Resident memory in KiB and number of threads."""
         lines = (line.split(":") for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines())
@@ -150,11 +153,15 @@ class ServerProcess(Remote):
 
 @dataclass(frozen=True)
 class Base:
-    """A valid message; ``live`` where it would still be accepted and change rows, so that only a broken one may be sent."""
+    """A valid message; ``live`` where it, or one much like it, would change rows, so that only a broken one may be sent.
+
+    A ``repeated`` one was carried out before: broken or not, what is stored may be its answer.
+    """
 
     method: str
     message: Message
     live: bool
+    repeated: bool = False
 
 
 class Keeping(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
@@ -234,7 +241,7 @@ class Stage:
         c.heartbeat(self.worker, version(2), [(g.key, g.token) for g in self.held], 0.0, 2)
         self.look(grants[0])
         dead, self.keeping.kept = self.keeping.kept, []
-        self.bases = [Base(method, message, method in ONLY_BROKEN) for method, message in dead]
+        self.bases = [Base(method, message, method in ONLY_BROKEN, True) for method, message in dead]
         self.bases += [Base(method, message, True) for method, message in self.live_messages()]
         self.keeping.kept = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ledger_support import STREAM, Scene, group, run_record, sample_for, term_of, trajectory, version
-from rpc_support import CALLS, RUN, RUN_ID, CannedLedger, served
+from rpc_support import CALLS, RUN, RUN_ID, CannedLedger, in_thread, served
 
 from ledger_bench import Bench
 from rollbook.core.bounds import JSON_DEPTH_MAX, SIBLINGS_MAX, inside, json_object
-from rollbook.core.errors import Fenced, InvalidRequest, NotFound
+from rollbook.core.errors import DeadlineExceeded, Fenced, InvalidRequest, NotFound
 from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.records import (
     Blame,
@@ -30,6 +31,7 @@ from rollbook.core.records import (
     ToolCall,
 )
 from rollbook.rpc import convert, intake
+from rollbook.rpc.client import LedgerClient
 from rollbook.v1 import ledger_pb2, ledger_service_pb2
 
 SERVICE = ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"]
@@ -79,6 +81,29 @@ def test_a_request_within_bounds_reaches_the_ledger_unchanged() -> None:
         assert delivered(server, "OpenRun", request.SerializeToString())[0] is grpc.StatusCode.OK
     assert ledger.calls == [("open_run", (RUN,), {"accept": ("learner.lr",)})]
     assert CALLS["open_run"][0] == (RUN,)
+
+
+def test_a_call_whose_caller_has_gone_before_a_thread_was_free_is_not_begun() -> None:
+    """Or a server behind its callers would only ever work for those who are gone."""
+    going_on, begun = threading.Event(), threading.Event()
+
+    def held(stream: str) -> Cursor:
+        begun.set()
+        assert going_on.wait(30.0)
+        return Cursor(stream, 0, "{}", False)
+
+    ledger = CannedLedger(cursor=held)
+    with served(ledger, threads=1) as server, LedgerClient(server.address, RUN_ID, timeout_s=60.0) as patient:
+        thread, outcome = in_thread(lambda: patient.cursor("one"))
+        assert begun.wait(30.0)
+        with LedgerClient(server.address, RUN_ID, timeout_s=0.2, retry_total_s=0.0) as hasty:
+            with pytest.raises(DeadlineExceeded):
+                hasty.feed_demand(1)
+        going_on.set()
+        thread.join(30.0)
+        assert outcome == [Cursor("one", 0, "{}", False)]
+        assert patient.resume_point().lineage == 0
+    assert [verb for verb, _, _ in ledger.calls] == ["cursor", "resume_point"]
 
 
 V, S, H = ledger_pb2.PolicyVersion, ledger_pb2.SlotKey, ledger_service_pb2.HeartbeatRequest

@@ -2,7 +2,9 @@
 
 Owns decoding and the bounds of single fields, by the kind of the field, so that a new message is bounded by how its fields are
 named. Never looks at the ledger and never judges one field by another; what depends on what is stored is a verb's to refuse.
-Bytes that are no message are the sender's error (INVALID_ARGUMENT), not an internal one, and leave no trace in the log.
+Bytes that are no message are the sender's error (INVALID_ARGUMENT), not an internal one, and leave no trace in the log. A call
+whose deadline is over before a thread was free for it is not begun: a server that works for callers who are gone is too late
+for all the others too.
 
 Free text of workers (``reason``, ``evidence_json``) and numbers of single samples are not bounded here: they are cleaned, or
 refused item by item, because one broken item must not hold up the others of its call.
@@ -18,7 +20,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from rollbook.core import bounds
-from rollbook.core.errors import InvalidRequest
+from rollbook.core.errors import DeadlineExceeded, InvalidRequest, RollbookError
 from rollbook.observe.metrics import RPC_SECONDS
 from rollbook.rpc import status
 
@@ -139,13 +141,16 @@ def _decoding(method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHand
 
     def read(data: bytes, context: grpc.ServicerContext) -> Any:
         try:
+            if context.time_remaining() == 0.0:
+                raise DeadlineExceeded("the call waited longer for a thread than its caller for the answer; nothing was done")
             message = decode(data)
             if message.DESCRIPTOR.file.package == PACKAGE:
                 check(message)
             return message
         except DecodeError:
-            refused = InvalidRequest(f"these {len(data)} bytes are no request of this method; check the release of both sides")
-        except InvalidRequest as error:
+            text = f"these {len(data)} bytes are no request of this method; check the release of both sides"
+            refused: RollbookError = InvalidRequest(text)
+        except (DeadlineExceeded, InvalidRequest) as error:
             refused = error
         RPC_SECONDS.labels(method, type(refused).__name__).observe(0.0)
         context.set_trailing_metadata(status.metadata_of(refused))
