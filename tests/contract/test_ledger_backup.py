@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from ledger_support import Scene, run_record
-from test_commands import CONFIG, MODEL, ROLE_TTL_S, Recorded, said
+from test_commands import CONFIG, MODEL, Recorded, said
 
 from postgres_server import PostgresServer
 from rollbook.cli.keeping import spelled
@@ -227,8 +227,8 @@ def test_vacuum_lets_groups_go_now_and_every_command_says_what_is_gone(
 ) -> None:
     config = tmp_path / "run.toml"
     (tmp_path / "run").mkdir()
-    config.write_text(CONFIG.format(dir=tmp_path / "run", model=MODEL, url=ledger_url, ttl=ROLE_TTL_S))
-    ledger = Ledger(ledger_url, holder="server", role_ttl_s=ROLE_TTL_S, ordinals_per_partition=4)
+    config.write_text(CONFIG.format(dir=tmp_path / "run", model=MODEL, url=ledger_url, ttl=60.0))
+    ledger = Ledger(ledger_url, holder="server", role_ttl_s=60.0, ordinals_per_partition=4)
     seven_steps(ledger)
     ledger.close()
     switched = ["--set", "retention.enabled=true", "--set", "retention.groups=4"]
