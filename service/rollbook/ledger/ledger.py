@@ -17,7 +17,7 @@ from rollbook.core.records import Violation
 from rollbook.ledger.audit import Subject, run_audit
 from rollbook.ledger.base import Bell
 from rollbook.ledger.dialects import Database, Partitions
-from rollbook.ledger.migrate import prepare
+from rollbook.ledger.migrate import current_revision, prepare
 from rollbook.ledger.roles import Roles, expire_term
 from rollbook.ledger.survival import Survival
 from rollbook.ledger.writer import Writer
@@ -71,6 +71,11 @@ class Ledger(Roles, Survival):
     def exclusive(self) -> bool:
         """True when having this database open proves that no other server lives (SQLite)."""
         return self._database.exclusive
+
+    def schema_revision(self) -> str | None:
+        """Revision the database has now: another one than at the start after somebody has migrated it. Raises Unavailable."""
+        with self._database.reading() as conn:
+            return current_revision(conn)
 
     def audit(self) -> list[Violation]:
         """Run every invariant in one snapshot; an empty list means clean."""
