@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import shutil
@@ -111,32 +112,38 @@ def measure(server: PostgresServer, term_s: float, how: str) -> dict[str, float]
         shutil.rmtree(root, ignore_errors=True)
 
 
+def write(file: Path, cells: list[dict], repeats: int) -> None:
+    """What was measured so far."""
+    record = {"cells": cells, "machine": f"{os.cpu_count()} cores, {platform.machine()}", "date": date.today().isoformat(),
+              "command": f"tests/bench/takeover.py --repeats {repeats}"}  # fmt: skip
+    file.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--terms", type=float, nargs="+", default=TERMS_S, metavar="SECONDS")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what takes the servers down
+    logging.disable(logging.WARNING)  # what clients say while nobody answers
     server = PostgresServer()
-    cells = []
+    cells: list[dict] = []
     try:
         for term_s in arguments.terms:
             for how in HOW:
                 runs = [measure(server, term_s, how) for _ in range(arguments.repeats)]
                 cell = {
-                    "role_ttl_s": term_s, "holder": how, "bound_s": term_s + MARGIN_S,
+                    "role_ttl_s": term_s, "holder": how, "bound_s": term_s + MARGIN_S, "load": round(os.getloadavg()[0], 1),
                     **{name: sorted(run.get(name, float("inf")) for run in runs) for name in ("standby_s", "client_s")},
                 }  # fmt: skip
                 cell["kept"] = max(*cell["standby_s"], *cell["client_s"]) <= cell["bound_s"]
                 cells.append(cell)
                 print(json.dumps(cell), flush=True)
+                if arguments.out:
+                    write(arguments.out, cells, arguments.repeats)
     finally:
         server.close()
-    if arguments.out:
-        machine = f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
-        command = f"tests/bench/takeover.py --repeats {arguments.repeats}"
-        record = {"cells": cells, "machine": machine, "date": date.today().isoformat(), "command": command}
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(cell["kept"] for cell in cells) else 1
 
 

@@ -99,6 +99,7 @@ class _Turn:
         url = config.ledger.url
         self._file = Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite") else None
         self._ledger: Ledger | None = None
+        self._revision: str | None = None
         self._logged_at = float("-inf")
 
     def wait(self, take: Callable[[Ledger], None]) -> Ledger | None:
@@ -114,8 +115,8 @@ class _Turn:
                 wait_s = self._time_left()
                 looked = True
                 if wait_s <= 0:
-                    if not self._excludes:
-                        self.close()  # the schema is looked at again: the wait may have outlived a migration
+                    if self._ledger is not None and self._ledger.schema_revision() != self._revision:
+                        self.close()  # opening it again says whether this package can still serve it
                     failpoint("ledger.standby.before_fence")
                     take(self._opened())
                     return self._opened()
@@ -145,6 +146,7 @@ class _Turn:
     def _opened(self) -> Ledger:
         if self._ledger is None:
             self._ledger = open_ledger(self._config)
+            self._revision = self._ledger.schema_revision()
         return self._ledger
 
     def _time_left(self) -> float:

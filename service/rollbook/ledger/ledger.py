@@ -18,7 +18,7 @@ from rollbook.core.settings import RetentionConfig
 from rollbook.ledger.audit import Subject, run_audit
 from rollbook.ledger.base import Bell, again_on_conflict, load_kept
 from rollbook.ledger.dialects import Database
-from rollbook.ledger.migrate import prepare
+from rollbook.ledger.migrate import current_revision, prepare
 from rollbook.ledger.partitions import Partitions
 from rollbook.ledger.retention import Retaining
 from rollbook.ledger.roles import Roles, expire_term
@@ -80,6 +80,11 @@ class Ledger(Roles, Retaining):
     def exclusive(self) -> bool:
         """True when having this database open proves that no other server lives (SQLite)."""
         return self._database.exclusive
+
+    def schema_revision(self) -> str | None:
+        """Revision the database has now: another one than at the start after somebody has migrated it. Raises Unavailable."""
+        with self._database.reading() as conn:
+            return current_revision(conn)
 
     @again_on_conflict
     def audit(self) -> list[Violation]:
