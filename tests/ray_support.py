@@ -40,7 +40,7 @@ class ClusterRun(TinyRun):
         self.address = address
         self.verb = ("up", "--ray", address)
         with self.config.open("a") as out:
-            out.write("\n[cluster]\nserver_cpus = 0.1\nworker_cpus = 1\nplace_s = 8.0\nunreachable_s = 8.0\norphan_s = 40.0\n")
+            out.write("\n[cluster]\nserver_cpus = 0.1\nworker_cpus = 1\nplace_s = 8.0\nunreachable_s = 20.0\norphan_s = 60.0\n")
 
     def code(self, bound_s: float = 2 * BOUND_S) -> int:
         """See ``TinyRun.code``; a role on a cluster needs a host as well, so everything begins later."""
