@@ -23,9 +23,9 @@ ATTEMPTS = 5
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_prestart_worker_first_driver": "0",
     "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "5",
+    "RAY_health_check_failure_threshold": "5", "RAY_worker_niceness": "0",
 }  # fmt: skip
-"""No statistics are sent, no idle workers are started, a dead node is noticed within seconds."""
+"""No statistics, no idle workers, a dead node is noticed within seconds, and roles run no nicer than the tests (Ray: nice 15)."""
 
 
 class Node:
