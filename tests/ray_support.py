@@ -15,7 +15,7 @@ import pytest
 from ray_cluster import Node, RayCluster
 from rollbook.supervise import control, placements
 from rollbook.supervise.process import ProcessRecord
-from run_support import TinyRun
+from run_support import BOUND_S, TinyRun
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
@@ -40,7 +40,11 @@ class ClusterRun(TinyRun):
         self.address = address
         self.verb = ("up", "--ray", address)
         with self.config.open("a") as out:
-            out.write("\n[cluster]\nserver_cpus = 0.1\nworker_cpus = 1\nplace_s = 8.0\nunreachable_s = 8.0\norphan_s = 40.0\n")
+            out.write("\n[cluster]\nserver_cpus = 0.1\nworker_cpus = 1\nplace_s = 8.0\nunreachable_s = 20.0\norphan_s = 60.0\n")
+
+    def code(self, bound_s: float = 2 * BOUND_S) -> int:
+        """See ``TinyRun.code``; a role on a cluster needs a host as well, so everything begins later."""
+        return super().code(bound_s)
 
     def records(self) -> dict[str, ProcessRecord]:
         """Newest process of every role."""

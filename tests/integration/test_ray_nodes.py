@@ -32,10 +32,11 @@ def killed(run: ClusterRun, nodes: list[Node], role: str) -> Node:
 
 def test_a_killed_node_costs_nothing_but_time(three: tuple[RayCluster, list[Node]], tmp_path: Path) -> None:
     started, nodes = three
-    run = ClusterRun(tmp_path, started.address)
+    run = ClusterRun(tmp_path, started.address, {"learner.before_plan": "delay:600@3"})  # where it is when its node is killed
     try:
         run.start("--set", "run.steps=8", "--set", "workers.0.count=2", "--set", "ledger.role_ttl_s=5")
-        run.wait_for("step    2/8")
+        run.wait_fired("learner.before_plan@3")
+        wait_until("both workers run", lambda: run.where("worker-0") and run.where("worker-1"))
         assert {run.where("worker-0"), run.where("worker-1")} == {node.id for node in nodes}, "workers are spread"
         killed(run, nodes, "learner")
         nodes.append(started.add(4))  # another node joins, and takes what the killed one cannot

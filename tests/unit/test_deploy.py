@@ -25,8 +25,9 @@ PROBE = dict.fromkeys(
 POD = {
     "terminationGracePeriodSeconds": int,
     "containers": [{
-        "name": str, "image": str, "resources": {"requests": {ANY: str}, "limits": {ANY: str}}, "livenessProbe": PROBE,
-        "readinessProbe": PROBE, "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
+        "name": str, "image": str, "env": [{"name": str, "value": str}],
+        "resources": {"requests": {ANY: str}, "limits": {ANY: str}}, "livenessProbe": PROBE, "readinessProbe": PROBE,
+        "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
     }],
     "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}, "configMap": {"name": str}}],
 }  # fmt: skip
