@@ -212,10 +212,13 @@ def main() -> int:
         broken = str(error)
     finally:
         run.end()
-    verdicts = growth.judge(run.samples, run.restarts)
+    every = config.checkpoint.every_steps
+    period = (every if isinstance(every, int) else 50, config.checkpoint.keep)
+    verdicts = growth.judge(run.samples, run.restarts, period)
     kept = {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "machine": soak.machine(), "commit": soak.commit(),
-        "command": " ".join(["python", "chaos/long_run.py", *sys.argv[1:]]), "minutes": args.minutes, "broken": broken,
+        "command": f"python chaos/long_run.py --minutes {args.minutes:g} --sample-s {args.sample_s:g} --kill-s {args.kill_s:g}",
+        "minutes": args.minutes, "broken": broken,
         "exit_code": code, "audit": audit, "load": round(os.getloadavg()[0], 1),
         "steps": run.samples[-1]["steps"] if run.samples else 0, "restarts": run.restarts,
         "verdicts": [v.to_values() for v in verdicts], "samples": growth.thinned(run.samples),
