@@ -113,7 +113,7 @@ def _of_storage(samples: Sequence[Sample], period: tuple[int, int]) -> list[Verd
 
 
 def _period_means(samples: Sequence[Sample], period: tuple[int, int]) -> list[tuple[float, float]]:
-    """Mean size of the files between two checkpoints, once as many of these exist as are kept; the last, begun period is left out.
+    """Mean size of the files between two checkpoints, once as many of these exist as are kept; the last period is left out.
 
     Versions of the policy are kept until the checkpoint that needs none of them, so the size is a saw's edge.
     """
@@ -123,6 +123,13 @@ def _period_means(samples: Sequence[Sample], period: tuple[int, int]) -> list[tu
         means.setdefault(s["steps"] // every, []).append(s["bytes"]["other"])
     whole = sorted(means)[:-1]
     return [(n * every, sum(means[n]) / len(means[n])) for n in whole if n > kept]
+
+
+def overall(verdicts: Sequence[Verdict], fine: bool) -> str:
+    """``holds``, ``broken``, or ``incomplete`` where the run was too short to judge everything, which is no success either."""
+    if not fine or not all(v.holds for v in verdicts):
+        return "broken"
+    return "incomplete" if any(v.n < SAMPLES_MIN for v in verdicts) else "holds"
 
 
 def longest_life(samples: Sequence[Sample], role: str) -> list[Sample]:

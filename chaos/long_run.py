@@ -31,6 +31,7 @@ import soak
 from rollbook.cli.common import client_for
 from rollbook.core.config import Config, load_config
 from rollbook.core.errors import RollbookError
+from rollbook.supervise.policy import EXIT_STOPPED
 from rollbook.supervise.process import ProcessRecord, ProcessTable
 
 HERE = Path(__file__).resolve().parent
@@ -223,8 +224,7 @@ def main() -> int:
         "steps": run.samples[-1]["steps"] if run.samples else 0, "restarts": run.restarts,
         "verdicts": [v.to_values() for v in verdicts], "samples": growth.thinned(run.samples),
     }  # fmt: skip
-    holds = not broken and code == 130 and audit == "clean" and all(v.holds for v in verdicts)
-    kept["verdict"] = "holds" if holds else "broken"
+    kept["verdict"] = growth.overall(verdicts, fine=not broken and code == EXIT_STOPPED and audit == "clean")
     results = Path(args.results)
     results.parent.mkdir(parents=True, exist_ok=True)
     results.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
@@ -232,7 +232,7 @@ def main() -> int:
     print(growth.table(verdicts))
     print(f"{kept['steps']} steps, {len(run.restarts)} restarts of the ledger server, exit code {code}, audit: {audit} {broken}")
     print(f"claim {kept['verdict']}; {results} and {results.with_suffix('.html')}")
-    return 0 if holds else 1
+    return 0 if kept["verdict"] == "holds" else 1
 
 
 if __name__ == "__main__":
