@@ -67,8 +67,8 @@ def _verdict(
     return Verdict(name, unit, round(first, 2), round(grown, 2), round(limit(first), 2), len(steady), why)
 
 
-def judge(samples: Sequence[Sample], restarts: Sequence[dict[str, float]]) -> list[Verdict]:
-    """A verdict on every quantity."""
+def judge(samples: Sequence[Sample], restarts: Sequence[dict[str, float]], period: tuple[int, int]) -> list[Verdict]:
+    """A verdict on every quantity; ``period``: steps between checkpoints, and how many of these are kept."""
     verdicts = []
     for name in sorted({role for s in samples for role in s["roles"]}):
         life = longest_life(samples, name)
@@ -82,16 +82,16 @@ def judge(samples: Sequence[Sample], restarts: Sequence[dict[str, float]]) -> li
     for what, scale, least in (("rss", MIB, 8.0), ("fds", 1, 3.0), ("threads", 1, 2.0)):
         points = [(s["steps"], s["supervisor"][what] / scale) for s in samples]
         verdicts.append(_verdict(f"supervisor {what}", "MiB" * (scale > 1), points, lambda first, least=least: least, "nothing"))
-    verdicts += _of_storage(samples)
+    verdicts += _of_storage(samples, period)
     series = [(s["steps"], s["series"]) for s in samples if "series" in s]
     verdicts.append(_verdict("metric series", "", series, lambda first: 0.1 * first, "methods and outcomes that are seen late"))
     times = [(r["steps"], r["seconds"]) for r in restarts]
-    verdicts.append(_verdict("ledger restart", "s", times, lambda first: max(2.0, first), "the load of the machine"))
+    verdicts.append(_verdict("ledger restart", "s", times[:2] + times, lambda first: max(2.0, first), "the load of the machine"))
     return verdicts
 
 
-def _of_storage(samples: Sequence[Sample]) -> list[Verdict]:
-    other = [(s["steps"], s["bytes"]["other"] / MIB) for s in samples]
+def _of_storage(samples: Sequence[Sample], period: tuple[int, int]) -> list[Verdict]:
+    other = [(at, size / MIB) for at, size in _period_means(samples, period)]
     rows = [s for s in samples if s.get("rows", {}).get("sample")]
     per_sample = [(s["steps"], s["bytes"]["database"] / s["rows"]["sample"] / 1024) for s in rows]
     logs = [(s["steps"], s["bytes"]["logs"] / MIB) for s in samples]
@@ -103,11 +103,33 @@ def _of_storage(samples: Sequence[Sample]) -> list[Verdict]:
                  "4 KiB of lines a step; each log is cut at 64 MiB"),
         _verdict("database per sample", "KiB", per_sample, lambda first: 0.1 * first, "samples and what belongs to them"),
     ]  # fmt: skip
-    for table in ("lease", "worker", "event"):
+    events = [(s["steps"], s["rows"]["event"] / s["steps"]) for s in rows if s["steps"] and "event" in s["rows"]]
+    out.append(_verdict("event rows per step", "", events, lambda first: max(1.0, 0.1 * first), "events of the steps made"))
+    for table in ("lease", "worker"):
         points = [(s["steps"], s["rows"][table]) for s in rows if table in s["rows"]]
         if points:
             out.append(_verdict(f"{table} rows", "", points, lambda first: max(16.0, 0.2 * first), "what is open, and restarts"))
     return out
+
+
+def _period_means(samples: Sequence[Sample], period: tuple[int, int]) -> list[tuple[float, float]]:
+    """Mean size of the files between two checkpoints, once as many of these exist as are kept; the last period is left out.
+
+    Versions of the policy are kept until the checkpoint that needs none of them, so the size is a saw's edge.
+    """
+    every, kept = period
+    means: dict[int, list[float]] = {}
+    for s in samples:
+        means.setdefault(s["steps"] // every, []).append(s["bytes"]["other"])
+    whole = sorted(means)[:-1]
+    return [(n * every, sum(means[n]) / len(means[n])) for n in whole if n > kept]
+
+
+def overall(verdicts: Sequence[Verdict], fine: bool) -> str:
+    """``holds``, ``broken``, or ``incomplete`` where the run was too short to judge everything, which is no success either."""
+    if not fine or not all(v.holds for v in verdicts):
+        return "broken"
+    return "incomplete" if any(v.n < SAMPLES_MIN for v in verdicts) else "holds"
 
 
 def longest_life(samples: Sequence[Sample], role: str) -> list[Sample]:

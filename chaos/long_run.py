@@ -31,6 +31,7 @@ import soak
 from rollbook.cli.common import client_for
 from rollbook.core.config import Config, load_config
 from rollbook.core.errors import RollbookError
+from rollbook.supervise.policy import EXIT_STOPPED
 from rollbook.supervise.process import ProcessRecord, ProcessTable
 
 HERE = Path(__file__).resolve().parent
@@ -212,16 +213,18 @@ def main() -> int:
         broken = str(error)
     finally:
         run.end()
-    verdicts = growth.judge(run.samples, run.restarts)
+    every = config.checkpoint.every_steps
+    period = (every if isinstance(every, int) else 50, config.checkpoint.keep)
+    verdicts = growth.judge(run.samples, run.restarts, period)
     kept = {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "machine": soak.machine(), "commit": soak.commit(),
-        "command": " ".join(["python", "chaos/long_run.py", *sys.argv[1:]]), "minutes": args.minutes, "broken": broken,
+        "command": f"python chaos/long_run.py --minutes {args.minutes:g} --sample-s {args.sample_s:g} --kill-s {args.kill_s:g}",
+        "minutes": args.minutes, "broken": broken,
         "exit_code": code, "audit": audit, "load": round(os.getloadavg()[0], 1),
         "steps": run.samples[-1]["steps"] if run.samples else 0, "restarts": run.restarts,
         "verdicts": [v.to_values() for v in verdicts], "samples": growth.thinned(run.samples),
     }  # fmt: skip
-    holds = not broken and code == 130 and audit == "clean" and all(v.holds for v in verdicts)
-    kept["verdict"] = "holds" if holds else "broken"
+    kept["verdict"] = growth.overall(verdicts, fine=not broken and code == EXIT_STOPPED and audit == "clean")
     results = Path(args.results)
     results.parent.mkdir(parents=True, exist_ok=True)
     results.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
@@ -229,7 +232,7 @@ def main() -> int:
     print(growth.table(verdicts))
     print(f"{kept['steps']} steps, {len(run.restarts)} restarts of the ledger server, exit code {code}, audit: {audit} {broken}")
     print(f"claim {kept['verdict']}; {results} and {results.with_suffix('.html')}")
-    return 0 if holds else 1
+    return 0 if kept["verdict"] == "holds" else 1
 
 
 if __name__ == "__main__":
