@@ -69,15 +69,16 @@ def test_a_spent_budget_ends_the_run_with_its_first_cause(make_run: MakeRun, end
 def test_a_run_goes_on_where_it_was_after_a_drain_and_after_the_death_of_its_supervisor(
     make_run: MakeRun, ending: list[TinyRun], tmp_path: Path
 ) -> None:
-    ending.append(run := make_run(tmp_path, {"learner.before_plan": "delay:600@2", "learner.after_publish": "delay:600@2"}))
+    ending.append(run := make_run(tmp_path, {"learner.before_plan": "delay:600@2"}))
     run.start("--set", "supervisor.drain_s=3")
     run.wait_fired("learner.before_plan@2")
     assert sorted(run.alive()) == ["feeder", "learner", "ledger", "worker-0"]
     run.signal(signal.SIGTERM)
     assert run.code() == 130
     assert "stopped; the same command goes on from here" in run.output() and run.alive() == []
+    run.failpoints = {"learner.after_publish": "delay:600"}
     run.start("--set", "ledger.role_ttl_s=3")
-    run.wait_fired("learner.after_publish@2")
+    run.wait_fired("learner.after_publish@1")
     run.signal(signal.SIGKILL)
     assert run.code() == -signal.SIGKILL
     wait_until("every role is gone", lambda: not run.alive())
