@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -81,7 +82,7 @@ class PlacedNode:
     def rejoin(self) -> None:
         """Run the caller's command, for example a ``ray start``. Raises CalledProcessError."""
         if self._rejoin:
-            subprocess.run(self._rejoin, shell=True, check=True, timeout=REJOIN_S, stdin=subprocess.DEVNULL)
+            subprocess.run(shlex.split(self._rejoin), check=True, timeout=REJOIN_S, stdin=subprocess.DEVNULL)
 
 
 def placed_nodes(run_dir: Path, rejoin: str = "") -> list[PlacedNode]:

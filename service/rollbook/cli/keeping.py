@@ -68,7 +68,7 @@ def vacuum(args: argparse.Namespace) -> int:
     print(f"groups let go {after['groups'] - before['groups']}, since the run began {after['groups']}")
     print(f"low watermark {after['low_watermark']}; steps from {after['replayable_from']} on can be replayed")
     if is_own or not config.ledger.url.startswith("sqlite"):
-        for line in tidy(config.ledger.url):
+        for line in tidy(config.ledger.url, config.ledger.password_file):
             print(line)
     return 0
 
@@ -86,9 +86,9 @@ def backup(args: argparse.Namespace) -> int:
     """Copy the database, whoever uses it."""
     from rollbook.ledger.backup import back_up
 
-    url = read_config(args).ledger.url
-    n_bytes = back_up(url, args.file)
-    print(f"{shown_url(url)} copied to {args.file}: {n_bytes} bytes")
+    ledger = read_config(args).ledger
+    n_bytes = back_up(ledger.url, args.file, ledger.password_file)
+    print(f"{shown_url(ledger.url)} copied to {args.file}: {n_bytes} bytes")
     return 0
 
 
@@ -99,7 +99,7 @@ def restore(args: argparse.Namespace) -> int:
     config = read_config(args)
     if answering(config):
         raise ConfigError(f"run {config.run.id!r} has a running ledger server; stop the run first (rollbook down, or SIGTERM)")
-    aside = put_back(config.ledger.url, args.file)
+    aside = put_back(config.ledger.url, args.file, config.ledger.password_file)
     print(f"{shown_url(config.ledger.url)} restored from {args.file}" + (f"; the replaced one is {aside}" if aside else ""))
     with ledger_of(config) as ledger:
         refuse_when_ahead(Path(config.run.dir), ledger)

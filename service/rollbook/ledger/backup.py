@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import sqlalchemy as sa
 
 from rollbook.core.errors import ConfigError, RollbookError, StorageFull, UnsafeStorage
 from rollbook.core.host import fsync_directory, host
+from rollbook.core.security import read_secret
 from rollbook.ledger.dialects import Database, sqlite_module
 from rollbook.ledger.migrate import current_revision
 from rollbook.observe.failpoints import failpoint
@@ -31,7 +33,7 @@ PROGRAM_S = 24 * 3600.0
 """Bound on a run of pg_dump or pg_restore."""
 
 
-def back_up(url: str, target: Path) -> int:
+def back_up(url: str, target: Path, password_file: str = "") -> int:
     """Write a copy of the whole database at ``url`` to the new file ``target``; returns its bytes.
 
     The database may be in use. Raises ConfigError (no database, ``target`` exists, pg_dump is not installed), StorageFull.
@@ -40,10 +42,11 @@ def back_up(url: str, target: Path) -> int:
         raise ConfigError(f"{target} exists already; a backup never overwrites one, name another file")
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is no directory")
-    return _named_when_whole(target, (lambda t: _copy_sqlite(_file_of(url), t)) if _is_sqlite(url) else lambda t: _dump(url, t))
+    copy = partial(_copy_sqlite, _file_of(url)) if _is_sqlite(url) else partial(_dump, url, password_file)
+    return _named_when_whole(target, copy)
 
 
-def restore(url: str, source: Path) -> Path | None:
+def restore(url: str, source: Path, password_file: str = "") -> Path | None:
     """Put the copy ``source`` in the place of the database at ``url``; returns where the one it replaces was moved (SQLite).
 
     Raises: LedgerLocked (a server holds it), UnsafeStorage (the copy is damaged), ConfigError (no copy; a PostgreSQL database
@@ -53,17 +56,17 @@ def restore(url: str, source: Path) -> Path | None:
         raise ConfigError(f"{source} is no file")
     if _is_sqlite(url):
         return _restore_sqlite(_file_of(url), source)
-    _restore_postgresql(url, source)
+    _restore_postgresql(url, source, password_file)
     return None
 
 
-def tidy(url: str) -> list[str]:
+def tidy(url: str, password_file: str = "") -> list[str]:
     """Let the database give space back where that is due; one line for each thing done. Changes no row, so it needs no role.
 
     PostgreSQL: VACUUM (ANALYZE) of tables with many dead rows; beside a running server. SQLite: its log is written back and
     emptied; raises LedgerLocked while a server has the file, which does the same as it goes.
     """
-    database = Database(url, host(), role_ttl_s=60.0)
+    database = Database(url, host(), role_ttl_s=60.0, password_file=password_file)
     try:
         return _tidy_sqlite(database) if database.is_sqlite else _tidy_postgresql(database)
     finally:
@@ -185,25 +188,27 @@ def _program(name: str, purpose: str) -> str:
     return found
 
 
-def _connection_of(url: str) -> tuple[str, Mapping[str, str]]:
+def _connection_of(url: str, password_file: str = "") -> tuple[str, Mapping[str, str]]:
     """libpq's parameters without the password, and the environment that holds it: arguments are seen by everybody."""
     from psycopg.conninfo import make_conninfo
 
     parsed = sa.make_url(url).set(drivername="postgresql+psycopg")
     _, parameters = parsed.get_dialect()().create_connect_args(parsed)
     password = parameters.pop("password", "")
+    if password_file:
+        password = read_secret(password_file, "ledger.password_file")
     secret = {"PGPASSWORD": str(password)} if password else {}
     return make_conninfo(**parameters), dict(host().environ) | secret
 
 
-def _dump(url: str, target: Path) -> None:
-    connection, environment = _connection_of(url)
+def _dump(url: str, password_file: str, target: Path) -> None:
+    connection, environment = _connection_of(url, password_file)
     arguments = ["--format=custom", "--no-owner", f"--file={target}", f"--dbname={connection}"]
     _run([_program("pg_dump", "run `pg_dump --format=custom`"), *arguments], environment)
 
 
-def _restore_postgresql(url: str, source: Path) -> None:
-    database = Database(url, host(), role_ttl_s=60.0)
+def _restore_postgresql(url: str, source: Path, password_file: str) -> None:
+    database = Database(url, host(), role_ttl_s=60.0, password_file=password_file)
     try:
         with database.reading() as conn:
             if (revision := current_revision(conn)) is not None:
@@ -213,7 +218,7 @@ def _restore_postgresql(url: str, source: Path) -> None:
                 )
     finally:
         database.close()
-    connection, environment = _connection_of(url)
+    connection, environment = _connection_of(url, password_file)
     arguments = ["--exit-on-error", "--single-transaction", "--no-owner", f"--dbname={connection}", str(source)]
     _run([_program("pg_restore", "run `pg_restore --single-transaction`"), *arguments], environment)
 
