@@ -265,13 +265,13 @@ class Database:
             for engine in (self.writer, self.reader):
                 sa.event.listen(engine, "do_connect", self._add_password)
 
-    def _add_password(self, _dialect: object, _record: object, _arguments: object, parameters: dict[str, Any]) -> None:
-        """Give a new connection its password. Raises ConfigError."""
-        parameters["password"] = read_secret(self._password_file, "ledger.password_file")
-
         @sa.event.listens_for(self.writer, "connect")
         def connect(dbapi_connection: Any, _record: object) -> None:
             dbapi_connection.add_notice_handler(self._noticed)
+
+    def _add_password(self, _dialect: object, _record: object, _arguments: object, parameters: dict[str, Any]) -> None:
+        """Give a new connection its password. Raises ConfigError."""
+        parameters["password"] = read_secret(self._password_file, "ledger.password_file")
 
     def _noticed(self, diagnostic: Any) -> None:
         if diagnostic.severity_nonlocalized == "WARNING":
