@@ -66,6 +66,16 @@ def connect(proxy: Proxy) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10.0)
 
 
+def is_reset(proxy: Proxy) -> bool:
+    """Whether a new connection ends at once; the reset may come while it is being made."""
+    try:
+        with connect(proxy) as connection:
+            connection.sendall(b"x")
+            return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
 def received(connection: socket.socket, n: int) -> bytes:
     data = b""
     while len(data) < n:
@@ -127,10 +137,7 @@ def test_a_reset_ends_connections_and_lets_new_ones_be_made(proxy: Proxy) -> Non
 
 def test_a_refusing_network_lets_nobody_in_until_it_is_over(proxy: Proxy) -> None:
     proxy.set(TOXICS["refuse"])
-    with connect(proxy) as connection, pytest.raises(ConnectionError):
-        connection.sendall(b"x")
-        if not connection.recv(1):
-            raise ConnectionResetError
+    assert is_reset(proxy)
     proxy.set(GOOD)
     with connect(proxy) as connection:
         connection.sendall(b"y")
@@ -143,8 +150,6 @@ def test_a_server_that_is_not_there_is_told_by_a_reset() -> None:
 
     proxy = Proxy(nowhere)
     try:
-        with connect(proxy) as connection, pytest.raises(ConnectionError):
-            if not connection.recv(1):
-                raise ConnectionResetError
+        assert is_reset(proxy)
     finally:
         proxy.close()
