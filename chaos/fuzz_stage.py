@@ -353,21 +353,12 @@ class _Nowhere:
     def __init__(self, connection: Any, kept: list[tuple[str, Message]]) -> None:
         self._connection, self._kept = connection, kept
 
-    def __enter__(self) -> _Nowhere:
-        return self
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
 
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def stub(self) -> _Nowhere:
-        return self
-
-    def __getattr__(self, method: str) -> Any:
-        def send(request: Message, timeout: float) -> Any:
-            self._kept.append((method, request))
-            raise _Kept
-
-        return send
+    def call(self, method: str, request: Message, timeout_s: float) -> Any:
+        self._kept.append((method, request))
+        raise _Kept
 
 
 def protected_rows(url: str) -> dict[str, list[tuple[Any, ...]]]:
