@@ -16,7 +16,7 @@ import grpc
 from rollbook.rpc.guard import SERVICE, Guard, Standing
 from rollbook.rpc.servicer import LedgerServicer
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
-from simulation.kernel import Event, Kernel
+from simulation.kernel import Event, Kernel, Task
 from simulation.machine import Process
 
 
@@ -149,7 +149,7 @@ class Network:
     counts: dict[str, int] = field(default_factory=dict)
     _ports: int = 0
     _in_flight: int = 0
-    serving: int = 0
+    _served: list[Task] = field(default_factory=list)
 
     def deliver_late(self) -> None:
         """Send what was held back, in any order."""
@@ -162,7 +162,7 @@ class Network:
     @property
     def quiet(self) -> bool:
         """Whether every late message was delivered and served."""
-        return self._in_flight == 0 and self.serving == 0
+        return self._in_flight == 0 and all(task.dead for task in self._served)
 
     def listen(self, server: SimServer) -> str:
         self._ports += 1
@@ -218,18 +218,14 @@ class Network:
                 return
             if caller.name in self.cut_off or server.process.name in self.cut_off:
                 return
-            self.kernel.spawn(server.process, lambda: self._serve(server, caller, call, request, late), f"rpc {call.method}")
+            task = self.kernel.spawn(
+                server.process, lambda: self._serve(server, caller, call, request, late), f"rpc {call.method}"
+            )
+            self._served = [*(other for other in self._served if not other.dead), task]
 
         self.kernel.after(delay_s, deliver)
 
     def _serve(self, server: SimServer, caller: Process, call: _Call, request: bytes, late: bool) -> None:
-        self.serving += 1
-        try:
-            self._serve_one(server, caller, call, request, late)
-        finally:
-            self.serving -= 1
-
-    def _serve_one(self, server: SimServer, caller: Process, call: _Call, request: bytes, late: bool) -> None:
         deadline = self.kernel.now + 10.0 if late else call.deadline
         context = Context(self.kernel, deadline)
         replies: list[bytes] | None = None

@@ -320,7 +320,6 @@ class World(Nemesis):
             self.roles["ledger"].finished = False
             self.start(self.roles["ledger"])
             self._settle(self._answering, 60)
-            self.network.serving = 0
             self.network.deliver_late()
             self._settle(lambda: self.network.quiet, 60)
             self._stop_server()

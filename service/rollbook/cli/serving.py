@@ -183,7 +183,9 @@ def write_run_files(config: Config, opened: RunRecord) -> None:
     if revision.exists() and differences(revision.read_text(), configuration):  # of a history this ledger has lost
         log.error("set aside revision %d of another history", opened.revision, extra={"event": "revision_set_aside"})
         move_aside(Stray(revision, -1, ""))
-    if not revision.exists():
+    if revision.exists():
+        fsync_directory(revision.parent)  # whoever gave it its name may have died before flushing that name
+    else:
         _replace(revision, configuration)
 
 

@@ -250,6 +250,7 @@ class Checkpoints:
             self.files.set_aside(name, "foreign")
         else:
             failpoint("learner.resume.before_adopt")
+            fsync_directory(self.files.root)  # whoever gave it its name may have died before flushing that name
             self.committed.append(self._client.commit_checkpoint(self._term, checkpoint))
             failpoint("learner.resume.after_adopt")
             log.info("adopted a complete checkpoint", extra={"event": "checkpoint_adopted", "dir": name})
