@@ -85,6 +85,12 @@ UNREACHED = {
     "learner.revision.before_rename": "the ledger server writes revisions first: tests/integration/test_learner_crash_points.py",
     "learner.revision.after_rename": "the ledger server writes revisions first: tests/integration/test_learner_crash_points.py",
     "ledger.open.after_revision": "the configuration does not change here: tests/contract/test_ledger_crash_points.py",
+    "ledger.expire.before_commit": "nothing expires here, so that runs replay from step 0: tests/contract/test_ledger_retention.py",
+    "ledger.expire.after_commit": "nothing expires here, so that runs replay from step 0: tests/contract/test_ledger_retention.py",
+    "ledger.expire.before_drop_commit": "nothing expires here: tests/contract/test_ledger_retention.py",
+    "ledger.expire.before_batch_commit": "nothing expires here: tests/contract/test_ledger_retention.py",
+    "ledger.backup.before_rename": "a command of its own makes backups: tests/contract/test_ledger_backup.py",
+    "ledger.restore.before_rename": "a command of its own restores: tests/contract/test_ledger_backup.py",
 }
 """Windows that simulated runs do not come by, why, and where a process dies in them instead."""
 
