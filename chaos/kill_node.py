@@ -11,9 +11,11 @@ import sys
 
 from drills.drill import Broken, Drill, main
 from drills.faults import DIES_BY_KILL, ROLES, Fault, kill, possible
+from drills.verdict import Verdict
 from rollbook.observe.catalogue import CATALOGUE
 
 ANY = ("worker", "learner", "ledger", "feeder", "supervisor")
+IN_TURN = ("worker", "engine", "learner", "ledger", "standby", "feeder", "supervisor", "database", "node")
 
 
 class KillNode(Drill):
@@ -25,7 +27,8 @@ class KillNode(Drill):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--role", choices=(*ROLES, "node", "any"), default="any", help="any: by chance, each time anew")
+        parser.add_argument("--role", choices=(*ROLES, "node", "any", "each"), default="any",
+                            help="any: by chance, each time anew; each: one after the other, a node last")  # fmt: skip
         parser.add_argument("--one", action="store_true", help="one process of the role by chance, not all of them")
         parser.add_argument("--at", action="append", default=[], metavar="FAILPOINT[@K]",
                             help="kill whoever crosses this point (for the K-th time), once; needs a run of its own")  # fmt: skip
@@ -35,6 +38,7 @@ class KillNode(Drill):
         self._waiting = list(args.at)
         if self._waiting and args.count is None:
             args.count = len(self._waiting)
+        self._struck: list[str] = []
 
     def failpoints(self) -> str:
         from drills.runs import Refused
@@ -47,6 +51,9 @@ class KillNode(Drill):
             parts.append(f"{name}=crash@{crossing or 1}")
         return ",".join(parts)
 
+    def overrides(self) -> list[str]:
+        return ["ledger.standbys=1"] if self.args.role in ("each", "standby") else []
+
     def would_do(self) -> list[str]:
         if self.args.at:
             return [f"whoever crosses {point}" for point in self.args.at]
@@ -54,14 +61,36 @@ class KillNode(Drill):
         return found or [f"{self.args.role}: none of it lives now"]
 
     def _roles(self) -> list[str]:
-        if self.args.role != "any":
-            return [self.args.role]
-        return [*ANY, "node", *(["database"] if self.run.server else [])]
+        if self.args.role == "any":
+            return [*ANY, "node", *(["database"] if self.run.server else [])]
+        return self._in_turn() if self.args.role == "each" else [self.args.role]
+
+    def _in_turn(self) -> list[str]:
+        """What the run has: an engine is a process of its own only in workers of vLLM."""
+        engines = any(worker.engine == "vllm" for worker in self.run.config.workers)
+        lacks = {"engine": not engines, "database": self.run.server is None, "standby": not self.run.config.ledger.standbys}
+        return [role for role in IN_TURN if not lacks.get(role)]
 
     def strike(self) -> Fault | None:
         if self.args.at:
             return self._next_failpoint()
+        if self.args.role == "each":
+            return self._strike_next()
         return kill(self.run, self.chance.choice(self._roles()), self.chance, self.args.one)
+
+    def _count(self) -> int:
+        return len(self._in_turn()) if self.args.role == "each" and self.args.count is None else super()._count()
+
+    def _strike_next(self) -> Fault | None:
+        roles = self._in_turn()
+        fault = kill(self.run, roles[len(self._struck) % len(roles)], self.chance, self.args.one)
+        if fault is not None:
+            self._struck.append(fault.role)
+        return fault
+
+    def own_findings(self, result: Verdict) -> list[str]:
+        spared = set(self._in_turn()) - set(self._struck) if self.args.role == "each" else set()
+        return [f"never killed: {', '.join(sorted(spared))}"] if spared else []
 
     def _next_failpoint(self) -> Fault | None:
         """The next armed point that somebody has died at; its time is the marker's."""

@@ -27,6 +27,7 @@ from drills.proc import parent
 from postgres_server import PostgresServer
 from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigError
+from rollbook.supervise.ledgers import holder
 from rollbook.supervise.process import ProcessRecord, ProcessTable
 from soaked_run import query, read_acks
 
@@ -62,8 +63,12 @@ class Run:
         return placed_records(self.dir) | ProcessTable(self.dir / "supervisor" / "processes.json").records()
 
     def alive(self, role: str = "") -> list[ProcessRecord]:
-        """Live processes of one role, or of all."""
-        return [r for r in self.records().values() if role in ("", r.name.partition("-")[0]) and r.alive()]
+        """Live processes of one role, or of all. Of several ledger servers one is ``ledger``, the others are ``standby``."""
+        return [r for r in self.records().values() if role in ("", self._role_of(r.name)) and r.alive()]
+
+    def _role_of(self, name: str) -> str:
+        role = name.partition("-")[0]
+        return "standby" if role == "ledger" and name != holder(self.dir) else role
 
     def supervisor_pid(self) -> int | None:
         """Whoever is named in the run directory's held lock, and is the parent of a recorded role or says so in the state."""
