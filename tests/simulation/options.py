@@ -147,6 +147,8 @@ def draw(seed: int, *needs: str) -> Options:
         o.server_locked = o.server_locked and "second_server" not in needs
     if window in ("learner.role_lost", "ledger.fence_lost"):
         o.strikes, o.strikes_max, o.server_locked, o.replaces_paused = ("pause_long",), 8, False, True
+    if window == "ledger.verdict.before_refill":  # the fixed schedule loses no group, so it refills none
+        o.schedule, o.one_epoch, o.no_verdict, o.crash_at[window] = "bounded", False, 0.2, 1
     outages = random.Random(f"outage.{seed}")  # of its own: what else a seed draws stays as it was
     if outages.random() < 0.25:
         begins = outages.uniform(0.0, 10.0)
