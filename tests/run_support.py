@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,6 +72,20 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(REPOSITORY / "service"), "OMP_NUM_THREADS": "1"} | more
 
 
+@contextmanager
+def python_process(code: str, *arguments: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process of the checkout that has said ``ready``; killed with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], env=environment(**env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 class TinyRun:
     """One configuration file under ``root``, its run directory, and the ``rollbook run`` started last."""
 
@@ -79,6 +94,8 @@ class TinyRun:
         self.root, self.dir, self.config = root, root / "run", root / "run.toml"
         self.failpoints = dict(failpoints or {})
         self.once = True
+        self.verb: tuple[str, ...] = ("run",)
+        """The command that supervises, and what follows its CONFIG."""
         self.markers = root / "fired"
         self.markers.mkdir(parents=True)
         self.config.write_text(CONFIG)
@@ -94,8 +111,8 @@ class TinyRun:
         env = environment(ROLLBOOK_FAILPOINTS=armed, ROLLBOOK_FAILPOINTS_ONCE_DIR=str(self.markers) if self.once else "")
         with self.output_file.open("ab") as out:
             self.process = subprocess.Popen(
-                [*ROLLBOOK, "run", str(self.config), *arguments], env=env, stdin=subprocess.DEVNULL, cwd=self.root,
-                stdout=out if stdout is None else stdout, stderr=subprocess.STDOUT,
+                [*ROLLBOOK, self.verb[0], str(self.config), *self.verb[1:], *arguments], env=env, cwd=self.root,
+                stdin=subprocess.DEVNULL, stdout=out if stdout is None else stdout, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
     def output(self) -> str:

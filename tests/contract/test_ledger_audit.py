@@ -117,6 +117,10 @@ PLANTED: dict[str, list[str | Callable[[], sa.Executable]]] = {
         "DELETE FROM policy_version WHERE version = 1",
         "DELETE FROM plan_outcome WHERE step = 2",
     ],
+    "expired_ranges": [
+        "INSERT INTO retention VALUES ('run', 4, 1, '{}', 1)",
+        "INSERT INTO expired_range VALUES ('run', 0, 4, 1, 0, 4, 0, 0, 8, 8, 7, 0, 24, 'gone', 1)",
+    ],
     "seeds": ["UPDATE slot SET seed = seed + 1 WHERE ordinal = 5"],
 }
 CASES = [(name, i) for name, statements in PLANTED.items() for i in range(len(statements))]

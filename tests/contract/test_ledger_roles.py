@@ -17,9 +17,11 @@ from rollbook.core.errors import (
     NotReady,
     RoleHeld,
     ServerFenced,
+    Standby,
     WrongRun,
 )
 from rollbook.core.records import Cursor, PlanOutcome, Role
+from rollbook.observe import failpoints
 
 
 def test_opening_a_run_twice_changes_nothing(bench: Bench) -> None:
@@ -205,6 +207,22 @@ def test_a_server_past_its_own_term_renews_before_it_reads(damaged: Bench) -> No
     damaged.execute("UPDATE fence SET epoch = epoch + 1 WHERE role = 'ledger'")
     with pytest.raises(ServerFenced):
         s.ledger.run_status()
+
+
+def test_a_server_past_its_own_term_whose_database_is_silent_does_not_hold_the_role_for_now(bench: Bench) -> None:
+    s = bench.scene()
+    assert s.ledger.holds_role()
+    bench.let_time_pass(20.0)
+    failpoints.arm("ledger.before_commit=raise")
+    try:
+        with pytest.raises(Standby, match="was not renewed"):
+            s.ledger.holds_role()
+    finally:
+        failpoints.arm("")
+    with pytest.raises(Standby, match="could not be renewed"):
+        s.ledger.holds_role()  # the database is not asked at once again
+    bench.let_time_pass(2.0)
+    assert s.ledger.holds_role() and not s.ledger.fenced
 
 
 def test_a_sqlite_file_has_one_server(sqlite_bench: Bench) -> None:

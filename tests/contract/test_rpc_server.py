@@ -41,6 +41,7 @@ from rollbook.core.errors import (
 )
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import HeartbeatReply, LeaseReply, SampleData, SlotKey
+from rollbook.core.settings import SecurityConfig
 from rollbook.observe.metrics import REGISTRY
 from rollbook.rpc import status
 from rollbook.rpc.client import LedgerClient
@@ -198,7 +199,8 @@ def test_health_says_serving_while_the_ledger_answers_and_not_otherwise() -> Non
 
 
 def test_reflection_lists_the_ledger_service() -> None:
-    with served(CannedLedger()) as server, grpc.insecure_channel(server.address) as channel:
+    shown = SecurityConfig(reflection=True)
+    with served(CannedLedger(), security=shown) as server, grpc.insecure_channel(server.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         (reply,) = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
     assert SERVICE in {s.name for s in reply.list_services_response.service}

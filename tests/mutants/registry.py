@@ -56,7 +56,7 @@ def mutant(module: str, target: str) -> Callable[[Build], Build]:
 
 def load() -> dict[str, Mutant]:
     """The whole catalogue."""
-    for part in ("leases", "plans", "roles", "learning", "rewards"):
+    for part in ("leases", "plans", "roles", "learning", "rewards", "hangs"):
         importlib.import_module(f"mutants.{part}")
     return MUTANTS
 

@@ -10,6 +10,8 @@ LEDGER = "tests/threads/test_ledger_threads.py::test_"
 LEARNER = "tests/threads/test_learner_threads.py::test_"
 REWARDS = "tests/threads/test_reward_threads.py::test_"
 FEEDER = "tests/threads/test_feeder_threads.py::test_"
+HANGS = "tests/threads/test_hang_threads.py::test_"
+NODES = "tests/threads/test_node_threads.py::test_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,7 +503,190 @@ FAILED_AS_ZERO = (
 )
 """Failed rewards that became a number; threads that stand above as well are listed there only."""
 
-THREADS = LOST_OR_DOUBLED + TOO_OLD + QUEUES + CODE_AND_SANDBOXES + FAILED_AS_ZERO
+HANGS_AND_SILENCE = (
+    Row(
+        ("SkyRL#1173",),
+        ((HANGS + "skyrl_1173_a_role_that_hangs_is_ended_with_its_cause_and_its_stacks", "nobody_watches_the_loop"),),
+    ),
+    Row(
+        ("SkyRL#1986",),
+        ((REWARDS + "skyrl_1613_one_failed_rollout_leaves_its_step_to_the_others", "one_failure_ends_its_group"),),
+    ),
+    Row(
+        ("NeMo-RL#3238",),
+        ((HANGS + "nemo_rl_3238_a_straggler_has_spent_its_attempts_also_after_a_restart", "attempts_are_never_spent"),),
+    ),
+    Row(
+        ("NeMo-RL#3938",),
+        ((HANGS + "nemo_rl_3938_a_prompt_that_always_fails_is_taken_out_and_the_run_goes_on", "attempts_are_never_spent"),),
+    ),
+    Row(("NeMo-RL#3488",), ((HANGS + "nemo_rl_3488_a_helper_that_died_ends_its_role", "a_dead_helper_is_not_missed"),)),
+    Row(("NeMo-RL#2368",), ((HANGS + "nemo_rl_2368_the_first_cause_is_kept_and_told", "the_last_cause_is_told"),)),
+    Row(
+        ("NeMo-RL#2717",),
+        (
+            (
+                HANGS + "nemo_rl_2717_weights_that_do_not_come_end_the_wait_with_a_cause",
+                "weights_are_waited_for_without_a_bound",
+            ),
+        ),
+    ),
+    Row(
+        ("SkyRL#1691",),
+        (
+            (
+                HANGS + "skyrl_1691_an_engine_that_dies_ends_its_worker_and_frees_what_it_held",
+                "a_dead_engine_gives_nothing_for_ever",
+            ),
+        ),
+    ),
+    Row(
+        ("verl#7155",),
+        ((HANGS + "verl_7155_a_hung_engine_keeps_its_slots_no_longer_than_its_bound", "a_hung_engine_keeps_its_slots"),),
+    ),
+    Row(("verl#6395",), ((HANGS + "verl_6395_a_run_that_lacks_steps_is_not_reported_as_a_success", "a_failure_is_a_success"),)),
+    Row(
+        ("verl#7611",),
+        (
+            (
+                HANGS + "verl_7611_a_version_that_comes_in_the_middle_of_a_batch_waits_for_its_end",
+                "a_sync_in_the_middle_crashes",
+            ),
+        ),
+    ),
+    Row(
+        ("verl-omni#433",),
+        ((HANGS + "verl_omni_433_a_process_that_ended_in_the_middle_is_no_success", "every_code_of_zero_is_a_success"),),
+    ),
+    Row(
+        ("verl#7180", "ms-swift#6962"),
+        ((HANGS + "verl_7180_a_silent_run_is_told_with_the_stacks_of_every_role", "stacks_are_not_kept"),),
+    ),
+    Row(
+        ("verl#5327", "verl#5668"),
+        reason="there is no rate limiter with an owner: each worker bounds the calls of its own environment processes",
+    ),
+    Row(
+        ("prime-rl#1801",),
+        reason="evaluation is a command of its own with its own environment processes; it shares no task with training",
+    ),
+    Row(
+        ("prime-rl#1546", "prime-rl#3139", "prime-rl#3140"),
+        ((LEDGER + "river_1258_everything_a_dead_worker_held_comes_back", "nobody_rescues_the_dead"),),
+    ),
+    Row(
+        ("prime-rl#1609",),
+        (
+            (
+                HANGS + "prime_rl_1609_a_spent_budget_ends_the_whole_run_with_the_first_cause",
+                "a_spent_budget_ends_a_background_task",
+            ),
+        ),
+    ),
+    Row(
+        ("prime-rl#2574", "prime-rl#2577"),
+        ((HANGS + "prime_rl_2574_what_a_crashed_supervisor_left_is_ended_before_anything_starts", "zombies_are_left_alone"),),
+    ),
+    Row(
+        ("prime-rl#2912",),
+        ((HANGS + "prime_rl_2912_the_end_of_a_run_waits_for_nobody_longer_than_its_grace", "what_does_not_drain_is_left"),),
+    ),
+    Row(
+        ("trl#3433", "trl#6628"),
+        (
+            (
+                HANGS + "trl_3433_health_turns_red_when_the_loop_hangs_and_green_when_it_moves",
+                "a_process_that_exists_is_alive",
+            ),
+        ),
+    ),
+    Row(
+        ("slime#1484", "slime#1487", "slime#2176", "slime#2350"),
+        (
+            (
+                HANGS + "slime_2350_an_engine_that_stands_still_is_noticed_though_it_was_at_work",
+                "what_is_stopped_is_at_work",
+            ),
+        ),
+    ),
+    Row(
+        ("cosmos-rl#736",),
+        reason="no mesh is rebuilt while a run lives: what replaces a lost process takes its role under a new epoch",
+    ),
+)
+"""Hangs, and failures that were not told; threads that stand above as well are listed there only."""
+
+DEATHS_AND_LEFTOVERS = (
+    Row(
+        ("verl#1314",),
+        ((NODES + "verl_1314_a_node_that_dies_with_everything_on_it_is_recovered_from", "in_flight_rollouts_are_forgotten"),),
+    ),
+    Row(
+        ("verl#429", "verl#439", "verl#2987", "verl#4921"),
+        (
+            (NODES + "verl_429_a_role_that_is_killed_is_named_with_its_cause_and_started_again", "a_death_has_no_name"),
+            (NODES + "verl_4921_a_kill_for_want_of_memory_is_told_apart", "want_of_memory_is_not_looked_for"),
+        ),
+    ),
+    Row(
+        ("verl#402", "verl#5079"),
+        (
+            (
+                NODES + "verl_402_saving_a_checkpoint_takes_no_second_copy_of_it_in_memory",
+                "a_checkpoint_is_built_in_memory_first",
+            ),
+        ),
+    ),
+    Row(
+        ("trl#3408",),
+        (
+            (
+                NODES + "trl_3408_workers_go_on_with_the_learner_that_replaces_a_dead_one",
+                "a_dead_holder_is_waited_for",
+            ),
+        ),
+    ),
+    Row(
+        ("NeMo-RL#3592",),
+        ((NODES + "nemo_rl_3592_a_restarted_worker_works_as_much_as_before", "a_crash_waits_for_the_full_timeout"),),
+    ),
+    Row(
+        ("NeMo-RL#3591",),
+        reason="a matter of these tests themselves: what could not run is listed in their last line and never counted as passed",
+    ),
+    Row(
+        ("NeMo-RL#3613", "NeMo-RL#3187", "NeMo-RL#4178"),
+        ((NODES + "nemo_rl_3613_whatever_dies_together_comes_back_together", "a_dead_holder_is_waited_for"),),
+    ),
+    Row(("prime-rl#2028",), ((NODES + "prime_rl_2028_nothing_outlives_its_supervisor", "orphans_live_on"),)),
+    Row(
+        ("training-gym#307",),
+        ((NODES + "training_gym_307_a_cold_engine_is_neither_killed_nor_called_dead", "a_compiling_engine_hangs"),),
+    ),
+    Row(
+        ("sglang#8115",),
+        ((NODES + "sglang_8115_health_asks_the_database_and_says_what_is_wrong", "health_is_always_200"),),
+    ),
+    Row(("SkyRL#284",), ((NODES + "skyrl_284_a_port_is_taken_again_after_a_crash_and_never_shared", "ports_are_shared"),)),
+    Row(
+        ("SkyRL#1216",),
+        ((NODES + "skyrl_1216_what_an_engine_has_started_ends_with_its_worker", "engines_outlive_their_worker"),),
+    ),
+    Row(
+        ("EasyR1#97",),
+        (
+            (
+                NODES + "easyr1_97_every_attempt_has_a_name_of_its_own_and_knows_whom_it_replaces",
+                "attempts_share_their_name",
+            ),
+        ),
+    ),
+)
+"""Nodes and processes that die, and what they leave behind."""
+
+THREADS = (
+    LOST_OR_DOUBLED + TOO_OLD + QUEUES + CODE_AND_SANDBOXES + FAILED_AS_ZERO + HANGS_AND_SILENCE + DEATHS_AND_LEFTOVERS
+)
 
 
 def tests_of(mutant: str) -> list[str]:

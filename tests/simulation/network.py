@@ -16,7 +16,7 @@ import grpc
 from rollbook.rpc.guard import SERVICE, Guard, Standing
 from rollbook.rpc.servicer import LedgerServicer
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
-from simulation.kernel import Event, Kernel
+from simulation.kernel import Event, Kernel, Task
 from simulation.machine import Process
 
 
@@ -78,7 +78,9 @@ class SimServer:
 
     def __init__(self, network: Network, process: Process, ledger: Any, run_id: str, on_fenced: Callable[[], None]) -> None:
         self.process = process
-        self._standing = Standing(lambda: not ledger.fenced, on_fenced)
+        self.serves = True
+        """What a watcher of this server's health is told."""
+        self._standing = Standing(ledger.holds_role, on_fenced)
         self._methods: dict[str, grpc.RpcMethodHandler] = {}
         pb_grpc.add_LedgerServiceServicer_to_server(LedgerServicer(ledger, 96), self)
         guard = Guard(run_id, self._standing)
@@ -97,6 +99,9 @@ class SimServer:
     @property
     def fenced(self) -> bool:
         return self._standing.fenced
+
+    def shows_serving(self, serves: bool) -> None:
+        self.serves = serves
 
     def stop(self, grace_s: float) -> None:
         self._network.close(self)
@@ -144,7 +149,7 @@ class Network:
     counts: dict[str, int] = field(default_factory=dict)
     _ports: int = 0
     _in_flight: int = 0
-    serving: int = 0
+    _served: list[Task] = field(default_factory=list)
 
     def deliver_late(self) -> None:
         """Send what was held back, in any order."""
@@ -157,7 +162,7 @@ class Network:
     @property
     def quiet(self) -> bool:
         """Whether every late message was delivered and served."""
-        return self._in_flight == 0 and self.serving == 0
+        return self._in_flight == 0 and all(task.dead for task in self._served)
 
     def listen(self, server: SimServer) -> str:
         self._ports += 1
@@ -213,18 +218,14 @@ class Network:
                 return
             if caller.name in self.cut_off or server.process.name in self.cut_off:
                 return
-            self.kernel.spawn(server.process, lambda: self._serve(server, caller, call, request, late), f"rpc {call.method}")
+            task = self.kernel.spawn(
+                server.process, lambda: self._serve(server, caller, call, request, late), f"rpc {call.method}"
+            )
+            self._served = [*(other for other in self._served if not other.dead), task]
 
         self.kernel.after(delay_s, deliver)
 
     def _serve(self, server: SimServer, caller: Process, call: _Call, request: bytes, late: bool) -> None:
-        self.serving += 1
-        try:
-            self._serve_one(server, caller, call, request, late)
-        finally:
-            self.serving -= 1
-
-    def _serve_one(self, server: SimServer, caller: Process, call: _Call, request: bytes, late: bool) -> None:
         deadline = self.kernel.now + 10.0 if late else call.deadline
         context = Context(self.kernel, deadline)
         replies: list[bytes] | None = None
@@ -260,6 +261,7 @@ class Channel:
             (reply,) = self._network.call(self._process, self._address, method, request_serializer(request), timeout)
             return response_deserializer(reply)
 
+        call.future = lambda request, timeout: Answer(lambda: call(request, timeout))  # type: ignore[attr-defined]
         return call
 
     def unary_stream(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Callable[..., Any]:
@@ -275,6 +277,16 @@ class Channel:
 
     def close(self) -> None:
         pass
+
+
+class Answer:
+    """grpc.Future of one call, which is made when somebody waits for it and is there within the deadline of the call."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+
+    def result(self, timeout: float) -> Any:
+        return self._call()
 
 
 class Stream:

@@ -42,6 +42,8 @@ class Options:
     generate_s: tuple[float, float] = (0.2, 1.2)
     server_locked: bool = True
     """The database file is locked by its server, as SQLite's is; without, two servers may live, as on PostgreSQL."""
+    standby: bool = False
+    """A second ledger server waits for the role of the first."""
     replaces_paused: bool = False
     """The supervisor takes a paused process for lost and starts a successor beside it."""
     weather: Weather = field(default_factory=Weather)
@@ -65,7 +67,9 @@ class Options:
         return Options(seed=0, **{name: getattr(self, name) for name in keep})
 
 
-WINDOWS = tuple(sorted(name for name, point in CATALOGUE.items() if point.role in ROLES))
+STANDBY_WINDOWS = tuple(sorted(name for name in CATALOGUE if name.startswith("ledger.standby.")))
+"""Failpoints that only a run with a standby comes by; such a run dies at one of them."""
+WINDOWS = tuple(sorted(name for name, point in CATALOGUE.items() if point.role in ROLES and name not in STANDBY_WINDOWS))
 """Failpoints of the simulated roles; each seed dies at one of them in turn."""
 
 UNREACHED = {
@@ -81,6 +85,12 @@ UNREACHED = {
     "learner.revision.before_rename": "the ledger server writes revisions first: tests/integration/test_learner_crash_points.py",
     "learner.revision.after_rename": "the ledger server writes revisions first: tests/integration/test_learner_crash_points.py",
     "ledger.open.after_revision": "the configuration does not change here: tests/contract/test_ledger_crash_points.py",
+    "ledger.expire.before_commit": "nothing expires here, so that runs replay from step 0: tests/contract/test_ledger_retention.py",
+    "ledger.expire.after_commit": "nothing expires here, so that runs replay from step 0: tests/contract/test_ledger_retention.py",
+    "ledger.expire.before_drop_commit": "nothing expires here: tests/contract/test_ledger_retention.py",
+    "ledger.expire.before_batch_commit": "nothing expires here: tests/contract/test_ledger_retention.py",
+    "ledger.backup.before_rename": "a command of its own makes backups: tests/contract/test_ledger_backup.py",
+    "ledger.restore.before_rename": "a command of its own restores: tests/contract/test_ledger_backup.py",
 }
 """Windows that simulated runs do not come by, why, and where a process dies in them instead."""
 
@@ -132,15 +142,21 @@ def draw(seed: int, *needs: str) -> Options:
         o.strikes = tuple(rng.sample(STRIKES, rng.randint(1, 6)))
         o.strikes_max = rng.randint(1, 8)
         o.strike_every_s = rng.choice((1.0, 3.0, 8.0))
-    if faults := [need for need in needs if need != "tools"]:
+    if faults := [need for need in needs if need not in ("tools", "standby")]:
         o.strikes, o.strikes_max = tuple(dict.fromkeys((*faults, *o.strikes[:2]))), max(o.strikes_max, 4)
         o.server_locked = o.server_locked and "second_server" not in needs
     if window in ("learner.role_lost", "ledger.fence_lost"):
         o.strikes, o.strikes_max, o.server_locked, o.replaces_paused = ("pause_long",), 8, False, True
+    if window == "ledger.verdict.before_refill":  # the fixed schedule loses no group, so it refills none
+        o.schedule, o.one_epoch, o.no_verdict, o.crash_at[window] = "bounded", False, 0.2, 1
     outages = random.Random(f"outage.{seed}")  # of its own: what else a seed draws stays as it was
     if outages.random() < 0.25:
         begins = outages.uniform(0.0, 10.0)
         o.outage = (begins, begins + outages.uniform(1.0, 30.0))
+    standby = random.Random(f"standby.{seed}")
+    if standby.random() < 0.25 or "standby" in needs:
+        o.standby = True
+        o.crash_at[standby.choice(STANDBY_WINDOWS)] = standby.choice((1, 2))
     tools = random.Random(f"tools.{seed}")
     if tools.random() < 0.25 or "tools" in needs or any(name.startswith("worker.tool.") for name in o.crash_at):
         # The fixed schedule may lose no member, so a call that may not run again would end the run.

@@ -34,7 +34,7 @@ from rollbook.ledger.ledger import Ledger
 from simulation import tools
 from simulation.kernel import Stuck
 from simulation.network import Weather
-from simulation.options import UNREACHED, WINDOWS, Options, draw
+from simulation.options import STANDBY_WINDOWS, UNREACHED, WINDOWS, Options, draw
 from simulation.policy import reward
 from simulation.world import MODEL, RUN_ID, World, tokenizer_of
 
@@ -219,7 +219,7 @@ class Coverage:
 
     def line(self) -> str:
         """The sentence to publish."""
-        died = [self.crashed[name] for name in WINDOWS if name not in UNREACHED]
+        died = [self.crashed[name] for name in (*WINDOWS, *STANDBY_WINDOWS) if name not in UNREACHED]
         n = sum(count > 0 for count in died)
         return (
             f"crash windows crossed: {n} of {len(died)}, least often crossed: {min(died)} times "
@@ -228,7 +228,7 @@ class Coverage:
 
     def to_json(self) -> dict[str, Any]:
         """What ``chaos/results/crash_windows.json`` holds."""
-        return {name: {"crossed": self.crossed[name], "crashed": self.crashed[name]} for name in WINDOWS}
+        return {name: {"crossed": self.crossed[name], "crashed": self.crashed[name]} for name in (*WINDOWS, *STANDBY_WINDOWS)}
 
     def record(self, seeds: str) -> dict[str, Any]:
         """One line of ``chaos/results/simulation.jsonl``."""

@@ -21,16 +21,16 @@ from unittest import mock
 
 from rollbook.cli.record import run_record
 from rollbook.cli.serving import serve_ledger
+from rollbook.cli.standby import serve_in_turn
 from rollbook.core.config import Config, config_from_table
 from rollbook.core.errors import Fenced, LedgerLocked, NotReady, RoleHeld, Unavailable
 from rollbook.core.records import CheckpointState
 from rollbook.learner.loop import run_learner
-from rollbook.ledger.ledger import Ledger
 from rollbook.observe import failpoints
 from rollbook.rollout.judges import Opened, open_judge
 from rollbook.rollout.worker import run_worker
 from rollbook.rpc import convert
-from rollbook.rpc.address import address_in
+from rollbook.rpc.address import addresses_in
 from rollbook.rpc.client import LedgerClient
 from rollbook.supervise.policy import RestartPolicy
 from rollbook.tasks import tokenizer
@@ -142,21 +142,25 @@ class World(Nemesis):
         self._chances = options.crashes_max
         self._incarnations = 0
         restarts = functools.partial(RestartPolicy, self.config.supervisor)
-        self.roles = {
-            "ledger": Role("ledger", self._ledger, restarts()),
-            "feeder": Role("feeder", self._feeder, restarts()),
-            "learner": Role("learner", self._learner, restarts()),
-        } | {f"worker-{i}": Role(f"worker-{i}", functools.partial(self._worker, i), restarts()) for i in range(options.workers)}
+        mains: dict[str, Callable[[Process], None]] = {"ledger": functools.partial(self._ledger, 0)}
+        if options.standby:
+            mains["ledger-1"] = functools.partial(self._ledger, 1)
+        mains |= {"feeder": self._feeder, "learner": self._learner}
+        mains |= {f"worker-{i}": functools.partial(self._worker, i) for i in range(options.workers)}
+        self.roles = {name: Role(name, main, restarts()) for name, main in mains.items()}
 
     # What the processes run.
 
-    def _ledger(self, process: Process) -> None:
-        def serve(ledger: Ledger, address: str, *, run_id: str, on_fenced: Callable[[], None]) -> SimServer:
+    def _ledger(self, index: int, process: Process) -> None:
+        def serve(ledger: Any, address: str, *, run_id: str, on_fenced: Callable[[], None], **_: object) -> SimServer:
             server = SimServer(self.network, process, ledger, run_id, on_fenced)
             process.resources.append(server)
             return server
 
-        serve_ledger(self.config, self.record, process.stop, serve=serve)  # type: ignore[arg-type]
+        if self.options.standby:
+            serve_in_turn(self.config, self.record, process.stop, index=index, serve=serve)  # type: ignore[arg-type]
+        else:
+            serve_ledger(self.config, self.record, process.stop, serve=serve)  # type: ignore[arg-type]
 
     def _feeder(self, process: Process) -> None:
         run_feeder(self.config, self._client(process), process.stop)  # type: ignore[arg-type]
@@ -173,7 +177,7 @@ class World(Nemesis):
 
     def _client(self, process: Process) -> LedgerClient:
         return LedgerClient(
-            address_in(self.config.run.dir), RUN_ID, timeout_s=3.0, clock=process.host, rng=process.host.rng(),
+            addresses_in(self.config.run.dir), RUN_ID, timeout_s=3.0, clock=process.host, rng=process.host.rng(),
             dial=self.network.dialer(process),
         )  # fmt: skip
 
@@ -181,7 +185,7 @@ class World(Nemesis):
 
     def start(self, role: Role, supersedes: str = "") -> None:
         """A new process for the role, after whatever it replaces."""
-        if self.done and role.name != "ledger":
+        if self.done and not role.name.startswith("ledger"):
             return
         self._incarnations += 1
         incarnation = f"{role.name}.{self._incarnations}"
@@ -307,7 +311,7 @@ class World(Nemesis):
         if not self.faults_over:
             self._end_of_faults()
         for role in self.roles.values():
-            if role.process is not None and role.name != "ledger" and role.process.alive:
+            if role.process is not None and role.process.role != "ledger" and role.process.alive:
                 role.process.stop.set()
         self._settle(lambda: not any(p.alive for p in self.processes if p.role != "ledger"), 300)
         self._stop_server()
@@ -316,7 +320,6 @@ class World(Nemesis):
             self.roles["ledger"].finished = False
             self.start(self.roles["ledger"])
             self._settle(self._answering, 60)
-            self.network.serving = 0
             self.network.deliver_late()
             self._settle(lambda: self.network.quiet, 60)
             self._stop_server()
@@ -334,7 +337,7 @@ class World(Nemesis):
         self.kernel.run(lambda: finished() or self.failure is not None, self.kernel.now + bound_s)
 
     def _answering(self) -> bool:
-        return any(s.process.alive for s in self.network.listeners.values())
+        return any(s.process.alive and s.serves for s in self.network.listeners.values())
 
     def _note(self, method: str, request: bytes, replies: list[bytes]) -> None:
         """Keep what a caller was told: it must stay true."""
@@ -401,6 +404,7 @@ class World(Nemesis):
                 mock.patch("rollbook.ledger.dialects.SQLITE_BUSY_MS", 0),  # one thread: nobody would let the lock go meanwhile
                 mock.patch("rollbook.ledger.base.RECHECK_S", 2.0),
                 mock.patch("rollbook.tasks.feeder._POLL_S", 1.0),
+                mock.patch("rollbook.cli.standby.POLL_S", 1.5),
                 mock.patch("simulation.policy.outage", self.options.outage),
                 mock.patch("rollbook.learner.loop.load_policy", policy.load_policy),
                 mock.patch("rollbook.learner.replay.load_policy", policy.load_policy),

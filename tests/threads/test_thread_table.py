@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from mutants import registry
-from mutants.threads import CODE_AND_SANDBOXES, FAILED_AS_ZERO, LOST_OR_DOUBLED, THREADS, TOO_OLD, mutants_used
+from mutants.threads import (
+    CODE_AND_SANDBOXES,
+    DEATHS_AND_LEFTOVERS,
+    FAILED_AS_ZERO,
+    HANGS_AND_SILENCE,
+    LOST_OR_DOUBLED,
+    THREADS,
+    TOO_OLD,
+    mutants_used,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,13 +50,30 @@ prime-rl#3015
 """.split()
 """The survey's threads about failed rewards, in its order, without those of the list before."""
 
+HANGS_AND_SILENCE_IDS = """
+SkyRL#1173 SkyRL#1986 NeMo-RL#3238 NeMo-RL#3938 NeMo-RL#3488 NeMo-RL#2368 NeMo-RL#2717 SkyRL#1691 verl#7155 verl#6395
+verl#7611 verl-omni#433 verl#7180 ms-swift#6962 verl#5327 verl#5668 prime-rl#1801 prime-rl#1546 prime-rl#3139 prime-rl#3140
+prime-rl#1609 prime-rl#2574 prime-rl#2577 prime-rl#2912 trl#3433 trl#6628 slime#1484 slime#1487 slime#2176 slime#2350
+cosmos-rl#736
+""".split()
+"""The survey's threads about hangs, in its order, without those of the lists before."""
+
+DEATHS_AND_LEFTOVERS_IDS = """
+verl#1314 verl#429 verl#439 verl#2987 verl#4921 verl#402 verl#5079 trl#3408 NeMo-RL#3592 NeMo-RL#3591 NeMo-RL#3613
+NeMo-RL#3187 NeMo-RL#4178 prime-rl#2028 training-gym#307 sglang#8115 SkyRL#284 SkyRL#1216 EasyR1#97
+""".split()
+"""The survey's threads about deaths and left-overs, in its order."""
+
 
 def test_every_thread_of_the_survey_has_a_row() -> None:
     assert [thread for row in LOST_OR_DOUBLED for thread in row.threads] == LOST_OR_DOUBLED_IDS
     assert [thread for row in TOO_OLD for thread in row.threads] == TOO_OLD_IDS
     assert [thread for row in CODE_AND_SANDBOXES for thread in row.threads] == CODE_AND_SANDBOXES_IDS
     assert [thread for row in FAILED_AS_ZERO for thread in row.threads] == FAILED_AS_ZERO_IDS
+    assert [thread for row in HANGS_AND_SILENCE for thread in row.threads] == HANGS_AND_SILENCE_IDS
+    assert [thread for row in DEATHS_AND_LEFTOVERS for thread in row.threads] == DEATHS_AND_LEFTOVERS_IDS
     assert (len(LOST_OR_DOUBLED), len(TOO_OLD), len(CODE_AND_SANDBOXES), len(FAILED_AS_ZERO)) == (21, 12, 23, 12)
+    assert (len(HANGS_AND_SILENCE), len(DEATHS_AND_LEFTOVERS)) == (22, 13)
 
 
 def test_no_thread_has_two_rows() -> None:

@@ -174,12 +174,12 @@ def test_doctor_says_what_a_configuration_lacks(config_file: Path, capsys: pytes
     for override, check in (
         ("ledger.address=nowhere", "port"),
         ("ledger.address=127.0.0.1:70000", "port"),
-        ("ledger.url=postgresql+psycopg://u:geheim@127.0.0.1:1/x", "storage"),
+        ("ledger.url=postgresql+psycopg://u@127.0.0.1:1/x", "storage"),
         (f"task.path={MODEL}/absent.jsonl", "inputs"),
     ):
         code = main(["doctor", str(config_file), "--set", override])
         out = capsys.readouterr().out
-        assert code == 1 and f"FAIL {check}" in out and "geheim" not in out, out
+        assert code == 1 and f"FAIL {check}" in out, out
 
 
 def test_a_password_is_never_shown() -> None:

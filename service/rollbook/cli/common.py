@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigError, RoleHeld, RollbookError, Unavailable, WrongRun
 from rollbook.core.host import incarnation
 from rollbook.core.ports import LedgerPort
+from rollbook.core.security import OBSERVER
 from rollbook.observe import failpoints
-from rollbook.rpc.address import address_in
+from rollbook.rpc.address import addresses_in
 from rollbook.rpc.client import LedgerClient
+from rollbook.rpc.credentials import client_access
 
 if TYPE_CHECKING:
     from rollbook.ledger.ledger import Ledger
@@ -50,7 +53,7 @@ def read_config(args: argparse.Namespace) -> Config:
         return _stored_config(path.resolve())
     config = load_config(path, getattr(args, "overrides", []))
     if "://" not in config.ledger.url:
-        raise ConfigError(f"{path}: ledger.url = {config.ledger.url!r}: use sqlite:///FILE or postgresql+psycopg://…")
+        raise ConfigError(f"{path}: ledger.url is no URL: use sqlite:///FILE or postgresql+psycopg://…")
     failpoints.check(config.chaos.failpoints)
     return config
 
@@ -84,20 +87,26 @@ def address_file(config: Config) -> Path:
     return Path(config.run.dir) / "ledger.address"
 
 
-def client_for(config: Config, retry_s: float = 120.0) -> LedgerClient:
-    """A client of the run's ledger server; the address is read again whenever it reconnects."""
-    return LedgerClient(address_in(config.run.dir), config.run.id, retry_total_s=retry_s)
+def client_for(config: Config, retry_s: float = 120.0, role: str = OBSERVER) -> LedgerClient:
+    """A client of the run's ledger servers; addresses and token are read again whenever it reconnects.
+
+    ``role`` names whose token it takes from ``security.token_dir`` when the environment gives none.
+    """
+    return LedgerClient(
+        addresses_in(config.run.dir, config.ledger.addresses), config.run.id, retry_total_s=retry_s,
+        access=client_access(config.security, role, os.environ), max_message_bytes=config.security.message_bytes_max,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def ledger_of(config: Config, retry_s: float = 120.0) -> Iterator[LedgerPort]:
+def ledger_of(config: Config, retry_s: float = 120.0, role: str = OBSERVER) -> Iterator[LedgerPort]:
     """The run's ledger: through its server where that answers, else the database itself, opened for the command.
 
     An address file may be older than what listens there now, so the server is asked, not only dialled. Opening the
     database makes this process the run's ledger server for the length of the block: a server that starts meanwhile waits.
     """
-    if answering(config):
-        with client_for(config, retry_s) as client:
+    if answering(config, role):
+        with client_for(config, retry_s, role) as client:
             yield client
         return
     ledger = _open_database(config)
@@ -107,12 +116,12 @@ def ledger_of(config: Config, retry_s: float = 120.0) -> Iterator[LedgerPort]:
         ledger.close()
 
 
-def answering(config: Config) -> bool:
+def answering(config: Config, role: str = OBSERVER) -> bool:
     """Whether the run's own ledger server answers at the address it wrote."""
-    if not address_file(config).exists():
+    if not (address_file(config).exists() or config.ledger.addresses):
         return False
     try:
-        with client_for(config, retry_s=0.0) as client:
+        with client_for(config, retry_s=0.0, role=role) as client:
             client.resume_point()
     except (Unavailable, WrongRun):  # nobody there, something else there, or another run's server
         return False
@@ -130,7 +139,9 @@ def _open_database(config: Config) -> Ledger:
     url = config.ledger.url
     if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).exists():
         raise ConfigError(f"no ledger at {url}: the run {config.run.id!r} was never started (rollbook run CONFIG)")
-    ledger = Ledger(url, holder=incarnation(), role_ttl_s=config.ledger.role_ttl_s)
+    ledger = Ledger(
+        url, holder=incarnation(), role_ttl_s=config.ledger.role_ttl_s, password_file=config.ledger.password_file
+    )
     deadline = time.monotonic() + config.ledger.role_ttl_s + 1.0
     told = False
     try:

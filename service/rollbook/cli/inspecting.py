@@ -18,6 +18,7 @@ from rollbook.core.errors import ConfigError
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Role, SlotKey
 from rollbook.rpc.client import LedgerClient
+from rollbook.supervise import control, placements
 
 LOOK_S = 15.0
 """How long a short look waits for a server that stops answering meanwhile."""
@@ -67,15 +68,17 @@ def status(args: argparse.Namespace) -> int:
     from rollbook.report.progress import status_lines
 
     config = read_config(args)
+    run_dir = Path(config.run.dir)
     with ledger_of(config, LOOK_S) as ledger:
         state = ledger.run_status()
         is_served = isinstance(ledger, LedgerClient)
     if not is_served:  # what holds the role now is this command
         state["roles"] = [role for role in state["roles"] if role["role"] != Role.LEDGER.value]
     if args.json:
-        print(json.dumps(state | {"server": is_served}, indent=1))
+        around = {"supervisor": control.read_state(run_dir), "placements": placements.newest(run_dir)}
+        print(json.dumps(state | {"server": is_served} | around, indent=1))
         return 0
-    print("\n".join(status_lines(state, config)))
+    print("\n".join([*status_lines(state, config), *placements.placement_lines(placements.newest(run_dir))]))
     if not is_served:
         print("no ledger server answers: read from the database itself")
     return 0

@@ -1,8 +1,6 @@
 """Entry point: parses the command line, maps errors to truthful exit codes.
 
-Exit codes: 0 done; 1 a check found something (audit, doctor) or the run failed; 2 the input is wrong (configuration,
-arguments, a ledger that is damaged or of another schema); 3 fenced by a newer holder; 4 paused until an operator decides;
-130 stopped by a signal before it was done, after a graceful drain.
+Exit codes are listed in ``supervise.policy``.
 """
 
 from __future__ import annotations
@@ -14,23 +12,25 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rollbook.cli import inspecting, maintaining, modelling, repairing, roles, running, tasks
+from rollbook.cli import clustering, inspecting, keeping, maintaining, modelling, repairing, roles, running, securing, tasks
 from rollbook.core.errors import (
     ChainMismatch,
     ConfigError,
     Fenced,
     LedgerBehind,
+    PermissionDenied,
     RollbookError,
     RunPaused,
     SchemaTooNew,
     SchemaTooOld,
     ServerFenced,
     TaskError,
+    Unauthenticated,
     UnsafeStorage,
 )
-from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED
+from rollbook.supervise.policy import EXIT_CONFIG, EXIT_FAILED, EXIT_FENCED, EXIT_PAUSED, EXIT_STOPPED
 
-REFUSALS = (ConfigError, TaskError, ChainMismatch, SchemaTooNew, SchemaTooOld, UnsafeStorage)
+REFUSALS = (ConfigError, TaskError, ChainMismatch, SchemaTooNew, SchemaTooOld, UnsafeStorage, Unauthenticated, PermissionDenied)
 """What only a person can repair, so that starting again does not help."""
 
 
@@ -41,14 +41,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of language models over a ledger: written once, trained once, never lost.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in (running, roles, inspecting, maintaining, repairing, modelling, tasks):
+    for group in (running, clustering, roles, inspecting, maintaining, keeping, repairing, modelling, tasks, securing):
         group.register(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(keeping.spelled(sys.argv[1:] if argv is None else argv))
     logging.getLogger("rollbook").addHandler(logging.NullHandler())  # commands print; only roles log, with a handler of their own
     try:
         code = int(args.function(args) or 0)
@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     except (Fenced, ServerFenced) as error:
         print(f"rollbook {args.command}: {error}", file=sys.stderr)
-        return 3
+        return EXIT_FENCED
     except RollbookError as error:
         print(f"rollbook {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return EXIT_FAILED
     except OSError as error:
         if error.filename is None:
             raise

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollbook.cli.common import add_config, answering, ledger_of, read_config
+from rollbook.cli.securing import checked_security
 from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
 from rollbook.core.records import ID_MAX
+from rollbook.core.security import OPERATOR
 from rollbook.core.settings import SandboxConfig
 from rollbook.observe import failpoints
 from rollbook.report.progress import shown_url
@@ -60,23 +62,24 @@ def migrate(args: argparse.Namespace) -> int:
     """Upgrade or check the schema of the configured ledger."""
     from rollbook.ledger import migrate as migrations
 
-    url = read_config(args).ledger.url
+    config = read_config(args)
+    url, password_file = config.ledger.url, config.ledger.password_file
     if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).exists():
         if args.check:  # looking must not create the file
             print(f"{url}: no ledger there yet; a run or `rollbook migrate` creates it")
             return 1
         Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
     if args.check:
-        problems = migrations.check(url)
+        problems = migrations.check(url, password_file)
         print("\n".join(problems) if problems else "schema: as this version expects")
         return 1 if problems else 0
-    print(f"schema: at revision {migrations.upgrade(url)}")
+    print(f"schema: at revision {migrations.upgrade(url, password_file)}")
     return 0
 
 
 def quarantine(args: argparse.Namespace) -> int:
     """Record an operator's verdict on a group."""
-    with ledger_of(read_config(args)) as ledger:
+    with ledger_of(read_config(args), role=OPERATOR) as ledger:
         ledger.quarantine_group(args.ordinal, args.reason)
     print(f"group {args.ordinal} quarantined: {args.reason}")
     return 0
@@ -84,7 +87,7 @@ def quarantine(args: argparse.Namespace) -> int:
 
 def retry(args: argparse.Namespace) -> int:
     """Record an operator's word that the cause of a group's failures is repaired."""
-    with ledger_of(read_config(args)) as ledger:
+    with ledger_of(read_config(args), role=OPERATOR) as ledger:
         ledger.retry_group(args.ordinal, args.reason)
     print(f"group {args.ordinal} may be tried again: {args.reason}")
     return 0
@@ -143,6 +146,7 @@ def _checks(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]
         config = read_config(args)
         yield "storage", lambda: _storage(config)
         yield "port", lambda: _port(config)
+        yield "security", lambda: checked_security(config)
         yield "inputs", lambda: _inputs(config)
         yield "workers", lambda: _workers(config)
 
@@ -233,7 +237,7 @@ def _storage(config: Config) -> str:
         return f"{path}: {check_local_storage(path)}"
     from rollbook.ledger import migrate as migrations
 
-    problems = "; ".join(migrations.check(url))
+    problems = "; ".join(migrations.check(url, config.ledger.password_file))
     if problems and "no ledger yet" not in problems:
         raise RollbookError(problems)
     return problems or f"{shown_url(url)}: schema as this version expects"

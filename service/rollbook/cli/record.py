@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollbook.core import changes
 from rollbook.core.config import Config
-from rollbook.core.errors import ConfigError
+from rollbook.core.errors import ConfigError, ConfigMismatch
 from rollbook.core.idempotency import digest
 from rollbook.core.records import RunRecord
 from rollbook.tasks.environment import environment_digest
@@ -40,15 +40,7 @@ def input_digests(config: Config) -> dict[str, str]:
 
     Raises: ConfigError naming the input that cannot be found.
     """
-    model = Path(config.model.path)
-    if not (model / "config.json").exists():
-        raise ConfigError(f"model.path = {model}: no config.json there, so it is not a Hugging Face model directory")
-    tokenizer, template = tokenizer_digests(model)
-    out = {
-        changes.WEIGHTS: files_sha256(model, [path.name for path in model.glob("*.safetensors")]),
-        changes.ARCHITECTURE: files_sha256(model, ["config.json", "generation_config.json"]),
-        changes.TOKENIZER: tokenizer,
-        changes.CHAT_TEMPLATE: template,
+    out = model_digests(config, with_weights=True) | {
         changes.DATASET: _dataset_sha256(config),
         changes.REWARD: file_sha256(source_file(config.task.reward, "task.reward")),
     }
@@ -57,6 +49,39 @@ def input_digests(config: Config) -> dict[str, str]:
     if config.task.heldout_path:
         out[changes.HELDOUT] = _task_file_sha256("task.heldout_path", config.task.heldout_path)
     return out
+
+
+def model_digests(config: Config, *, with_weights: bool) -> dict[str, str]:
+    """Digest of everything that is read from ``model.path``; the weights, which take seconds, only where asked for."""
+    model = Path(config.model.path)
+    if not (model / "config.json").exists():
+        raise ConfigError(f"model.path = {model}: no config.json there, so it is not a Hugging Face model directory")
+    tokenizer, template = tokenizer_digests(model)
+    names = [path.name for path in model.glob("*.safetensors")]
+    weights = {changes.WEIGHTS: files_sha256(model, names)} if with_weights else {}
+    return weights | {
+        changes.ARCHITECTURE: files_sha256(model, ["config.json", "generation_config.json"]),
+        changes.TOKENIZER: tokenizer,
+        changes.CHAT_TEMPLATE: template,
+    }
+
+
+def check_recorded_model(config: Config, *, with_weights: bool) -> None:
+    """Refuse a model directory whose files are not the ones the run was opened with, by the digests in the run directory.
+
+    The ledger server compares them when it opens the run; this is for a role that reads them later, or elsewhere, where they
+    may have been replaced. Nothing is compared before the run is opened. Raises ConfigMismatch.
+    """
+    try:
+        recorded = json.loads((Path(config.run.dir) / "config.json").read_text())["inputs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for name, mine in model_digests(config, with_weights=with_weights).items():
+        if recorded.get(name, mine) != mine:
+            raise ConfigMismatch(
+                f"model.path = {config.model.path}: {name} is {mine[:12]} here and {str(recorded[name])[:12]} in the record of "
+                "the run: the files were replaced or damaged; put back the ones the run was opened with"
+            )
 
 
 def _dataset_sha256(config: Config) -> str:

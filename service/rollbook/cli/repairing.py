@@ -16,6 +16,7 @@ from rollbook.core.errors import ConfigError
 from rollbook.core.host import incarnation
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Role
+from rollbook.core.security import LEDGER, OBSERVER
 from rollbook.learner.history import Position, Stray, goes_on_from, move_aside, strays_of
 from rollbook.learner.role import acquire, holding
 
@@ -40,7 +41,7 @@ def repair(args: argparse.Namespace) -> int:
     if not args.discard_newer_checkpoints:
         raise ConfigError("name the repair: rollbook repair RUN --discard-newer-checkpoints [--yes]")
     config = read_config(args)
-    with ledger_of(config) as ledger:
+    with ledger_of(config, role=LEDGER if args.yes else OBSERVER) as ledger:
         if not args.yes:
             strays = _show(config, ledger)
             if strays:

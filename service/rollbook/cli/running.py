@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"configuration {record.config_digest[:16]}  ledger {shown_url(config.ledger.url)}", flush=True)
     progress = Progress(lambda: client_for(config, retry_s=1.0), config, plain=args.plain)
     supervisor = LocalSupervisor(config, config_args(args), progress.event, args.accept, launch)
-    with progress, _stopped_by(supervisor.request_stop):
+    with progress, stopped_by(supervisor.request_stop):
         complete = supervisor.run(progress.opened, progress.flush)
     if deaths := supervisor.deaths():
         print("restarts: " + ", ".join(f"{name} {n}" for name, n in deaths.items()))
@@ -71,7 +71,7 @@ def _fork_server() -> ForkServer:
 
 
 @contextlib.contextmanager
-def _stopped_by(stop: Callable[[], None]) -> Iterator[None]:
+def stopped_by(stop: Callable[[], None]) -> Iterator[None]:
     """Within the block, Ctrl-C, SIGTERM and a closed terminal call ``stop``; after it they have their usual effect again."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     # Inherited as ignored, it would hide the exit codes of the roles.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollbook.cli.preflight import check_run_dir, check_still_recorded
+from rollbook.cli.standing import RunWatch
 from rollbook.core.changes import differences
 from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError, Fenced, LedgerLocked, RoleHeld, ServerFenced, Unavailable
@@ -22,6 +23,7 @@ from rollbook.core.host import fsync_directory, host, incarnation, superseded
 from rollbook.core.records import RunRecord
 from rollbook.learner.history import Stray, move_aside, refuse_when_ahead
 from rollbook.ledger.ledger import Ledger
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.observe.ledger_metrics import LedgerCollector, MetricsPage
 from rollbook.observe.metrics import REGISTRY
@@ -45,31 +47,45 @@ def serve_ledger(
     LedgerBehind (the run directory holds a newer history).
     """
     check_run_dir(config)
-    patience = _Patience(2 * config.ledger.role_ttl_s + 2, stop)
-    ledger = patience.repeat(lambda: _open_ledger(config))
+    patience = Patience(2 * config.ledger.role_ttl_s + 2, stop)
+    ledger = patience.repeat(lambda: open_ledger(config))
     try:
-        recorded = ledger.run_ids()
-        check_still_recorded(config, recorded)
-        if config.run.id in recorded:  # before anything is written, the feeder and workers of the run included
-            patience.repeat(lambda: ledger.attach(config.run.id))
-            refuse_when_ahead(Path(config.run.dir), ledger)
-        opened = patience.repeat(lambda: ledger.open_run(record, accept=accept))
-        write_run_files(config, opened)
-        server = serve(ledger, config.ledger.address, run_id=config.run.id, on_fenced=stop.set)
+        open_run(config, record, ledger, accept, patience)
+        server = serve(ledger, config.ledger.address, run_id=config.run.id, on_fenced=stop.set, security=config.security)
         failpoint("ledger.start.before_address")
         file = write_address(config.run.dir, server.address)
         failpoint("ledger.start.after_address")
         log.info("serving", extra={"address": server.address, "run": config.run.id, "config": record.config_digest[:12]})
         try:
-            with _metrics(config.ledger.metrics_port, ledger):
-                _keep_term(ledger, config.ledger.role_ttl_s / 3, stop)
-            if server.fenced:
-                raise Fenced("another ledger server took over; this one has stopped answering")
+            hold_role(config, ledger, server, stop)
             file.unlink(missing_ok=True)
         finally:
             server.stop(STOP_GRACE_S)
     finally:
         ledger.close()
+
+
+def open_run(config: Config, record: RunRecord, ledger: Ledger, accept: Collection[str], patience: Patience) -> None:
+    """Take the server's role, check the run against its directory, open it and write its files. Raises as ``serve_ledger``."""
+    recorded = ledger.run_ids()
+    check_still_recorded(config, recorded)
+    if config.run.id in recorded:  # before anything is written, the feeder and workers of the run included
+        patience.repeat(lambda: ledger.attach(config.run.id))
+        refuse_when_ahead(Path(config.run.dir), ledger)
+    write_run_files(config, patience.repeat(lambda: ledger.open_run(record, accept=accept)))
+
+
+def hold_role(
+    config: Config, ledger: Ledger, server: RunningServer, stop: threading.Event, renewed: Callable[[], object] = lambda: None
+) -> None:
+    """Keep the term of a server that answers until ``stop`` is set; ``renewed`` is called after each renewal.
+
+    Raises Fenced when another server has taken the role over.
+    """
+    with _metrics(config.ledger.metrics_port, ledger):
+        _keep_term(ledger, config.ledger.role_ttl_s / 3, stop, RunWatch(config, ledger), renewed)
+    if server.fenced:
+        raise Fenced("another ledger server took over; this one has stopped answering")
 
 
 @contextmanager
@@ -99,7 +115,9 @@ def _metrics(port: int, ledger: Ledger) -> Iterator[None]:
         REGISTRY.unregister(collector)
 
 
-def _keep_term(ledger: Ledger, every_s: float, stop: threading.Event) -> None:
+def _keep_term(
+    ledger: Ledger, every_s: float, stop: threading.Event, run: RunWatch, renewed: Callable[[], object]
+) -> None:  # fmt: skip
     """Renew the server's own term until told to stop; a database that cannot answer now is asked again.
 
     Meanwhile the server answers its callers that the ledger is unavailable, and past its term nothing (R12).
@@ -112,9 +130,12 @@ def _keep_term(ledger: Ledger, every_s: float, stop: threading.Event) -> None:
             raise
         except Unavailable as error:
             log.warning("the server's term was not renewed: %s", error, extra={"event": "renewal_failed"})
+        else:
+            renewed()
+        run.look()
 
 
-class _Patience:
+class Patience:
     """Waiting for a dying predecessor to let go, or for the database to answer: bounded, and less when told to stop."""
 
     def __init__(self, bound_s: float, stop: threading.Event) -> None:
@@ -124,6 +145,7 @@ class _Patience:
     def repeat(self, attempt: Callable[[], T]) -> T:
         """The attempt's result; its last error when the time is over."""
         while True:
+            progress.mark()
             try:
                 return attempt()
             except (RoleHeld, LedgerLocked, Unavailable):
@@ -131,11 +153,13 @@ class _Patience:
                     raise
 
 
-def _open_ledger(config: Config) -> Ledger:
+def open_ledger(config: Config) -> Ledger:
+    """The run's database, before any role is taken. Raises as ``Ledger``."""
     return Ledger(
         config.ledger.url, holder=incarnation(), supersede=superseded(), role_ttl_s=config.ledger.role_ttl_s,
         group_commit_max=config.ledger.group_commit_max, ordinals_per_partition=config.ledger.ordinals_per_partition,
-        payload_bytes_max=config.ledger.payload_bytes_max,
+        payload_bytes_max=config.ledger.payload_bytes_max, password_file=config.ledger.password_file,
+        retention=config.retention,
     )  # fmt: skip
 
 
@@ -159,7 +183,9 @@ def write_run_files(config: Config, opened: RunRecord) -> None:
     if revision.exists() and differences(revision.read_text(), configuration):  # of a history this ledger has lost
         log.error("set aside revision %d of another history", opened.revision, extra={"event": "revision_set_aside"})
         move_aside(Stray(revision, -1, ""))
-    if not revision.exists():
+    if revision.exists():
+        fsync_directory(revision.parent)  # whoever gave it its name may have died before flushing that name
+    else:
         _replace(revision, configuration)
 
 

@@ -21,14 +21,17 @@ from rollbook.core.records import RunRules, ScheduleKind
 from rollbook.core.settings import (
     ChaosConfig,
     CheckpointConfig,
+    ClusterConfig,
     EnvironmentConfig,
     LearnerConfig,
     LedgerConfig,
     ModelConfig,
+    RetentionConfig,
     RunConfig,
     SamplingConfig,
     SandboxConfig,
     ScheduleConfig,
+    SecurityConfig,
     SupervisorConfig,
     TaskConfig,
     WorkerConfig,
@@ -51,7 +54,10 @@ class Config:
     sampling: SamplingConfig = SamplingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
+    security: SecurityConfig = SecurityConfig()
+    retention: RetentionConfig = RetentionConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    cluster: ClusterConfig = ClusterConfig()
     chaos: ChaosConfig = ChaosConfig()
 
     def __post_init__(self) -> None:
@@ -106,20 +112,28 @@ class Config:
         for section in ("environment", "sandbox"):  # with only such fields it is as if it were not there
             if not content.get(section):
                 content.pop(section, None)
-        for section in ("supervisor", "ledger", "checkpoint", "chaos"):
+        for section in ("supervisor", "cluster", "ledger", "security", "checkpoint", "retention", "chaos"):
             content.pop(section, None)
         content["ledger"] = _not_default(self.rules())
         return digest("config", json.dumps(content, sort_keys=True))
 
 
 FREE = (
-    "run.dir", "run.chaos_allowed", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
-    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "supervisor.", "chaos", "ledger.url", "ledger.address",
-    "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port", "ledger.group_commit_max", "ledger.payload_bytes_max",
-    "ledger.ordinals_per_partition", "environment.tool_s", "environment.score_s", "environment.processes",
-    "environment.attempts_max", "sandbox.slots",
+    "run.dir", "run.chaos_allowed", "run.health_port", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
+    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "retention.", "supervisor.", "chaos", "security", "cluster.",
+    "ledger.url", "ledger.password_file", "ledger.address", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port",
+    "ledger.group_commit_max", "ledger.payload_bytes_max", "ledger.ordinals_per_partition", "ledger.standbys",
+    "environment.tool_s", "environment.score_s", "environment.processes", "environment.attempts_max", "sandbox.slots",
 )  # fmt: skip
 """Beginnings of the paths that are not part of ``Config.digest``: they may change at any time."""
+
+
+def with_worker(config: Config, index: int) -> Config:
+    """The configuration with as many workers of its last kind as give one the index: a fleet may grow beyond what it names."""
+    missing = index + 1 - sum(kind.count for kind in config.workers)
+    last = config.workers[-1]
+    grown = dataclasses.replace(last, count=last.count + max(0, missing))
+    return dataclasses.replace(config, workers=(*config.workers[:-1], grown))
 
 
 ADAPTERS = ("trl", "verl", "rg", "verifiers")
@@ -222,4 +236,7 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     url = ledger.url or f"sqlite:///{run.dir}/ledger.sqlite"
     if url.startswith("sqlite:///") and not url.startswith("sqlite:////"):
         url = f"sqlite:///{absolute(url.removeprefix('sqlite:///'))}"
-    return replace(config, run=run, task=task, model=model, environment=environment, ledger=replace(ledger, url=url))
+    ledger = replace(ledger, url=url, password_file=absolute(ledger.password_file))
+    files = ("certificate", "key", "ca", "client_certificate", "client_key", "tokens", "token_dir")
+    security = replace(config.security, **{name: absolute(getattr(config.security, name)) for name in files})
+    return replace(config, run=run, task=task, model=model, environment=environment, ledger=ledger, security=security)

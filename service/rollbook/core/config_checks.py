@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rollbook.core.errors import ConfigError, UnsupportedSampling
+from rollbook.core.security import check_security
 
 if TYPE_CHECKING:
     from rollbook.core.config import Config, LearnerConfig, SamplingConfig, WorkerConfig
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.kind": ("bounded", "fixed"),
     "ledger.late_submit": ("salvage", "strict"),
+    "cluster.workers": ("config", "fill"),
     "ledger.straggler": ("wait", "drop"),
     "task.source": ("jsonl", "parquet", "reasoning_gym", "environment"),
     "sandbox.backend": ("auto", "zygote", "bubblewrap", "landlock", "unsafe"),
@@ -47,22 +49,32 @@ AT_LEAST: dict[str, float] = {
     "learner.lr": 0, "learner.warmup_steps": 0, "learner.threads": 1, "learner.fork_tolerance": 0, "ledger.attempts_max": 1,
     "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
     "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
-    "environment.turns_max": 1,
+    "ledger.standbys": 0, "environment.turns_max": 1, "retention.groups": 1, "retention.batch_rows": 1, "retention.events_s": 0,
+    "run.health_port": 0,
     "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
-    "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1,
+    "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1, "security.message_bytes_max": 2 << 20,
+    "security.calls_open_max": 4, "security.calls_waiting_max": 1,
+    "cluster.worker_cpus": 0, "cluster.worker_gpus": 0, "cluster.learner_cpus": 0, "cluster.learner_gpus": 0,
+    "cluster.server_cpus": 0,
 }  # fmt: skip
 """Smallest value of a number."""
 
 POSITIVE = (
     "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
-    "ledger.breaker_pause_s", "environment.tool_s", "environment.score_s", "sandbox.cpu_s", "sandbox.wall_s",
+    "ledger.breaker_pause_s", "security.calls_per_s_max", "retention.every_s", "environment.tool_s", "environment.score_s",
+    "sandbox.cpu_s", "sandbox.wall_s", "cluster.place_s", "cluster.unreachable_s", "cluster.orphan_s", "supervisor.startup_s",
+    "supervisor.busy_s", "supervisor.idle_s",
 )  # fmt: skip
 """Numbers that must exceed 0."""
 
 WORKER_AT_LEAST = {"count": 0, "slots": 1, "threads": 1, "max_model_len": 2}
+IDLE_S_MIN = 15.0
+"""Least ``supervisor.idle_s`` of a run that is no drill: a call that is not answered ends after 12 s at the latest."""
 SLOTS_MAX = 4096
 """Most slots that one lease call grants."""
 SEED_MAX = 2**63 - 1
+RECEIPTS_S_MIN = 600.0
+"""Longer than any client repeats a call."""
 
 ONLY: dict[str, float] = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
@@ -110,12 +122,25 @@ def check(c: Config) -> None:
          "learner.keep_orphans = true: in the fixed schedule the path through a fork is always longer than "
          "schedule.lag_versions")  # fmt: skip
     need(c.checkpoint.keep >= 2, "checkpoint.keep must be >= 2: with one, a damaged newest checkpoint has no fallback")
+    need(not c.retention.enabled or c.retention.receipts_s >= RECEIPTS_S_MIN,
+         f"retention.receipts_s = {c.retention.receipts_s}: at least {RECEIPTS_S_MIN:g}: clients repeat a call for "
+         "minutes, and a repeated one must still be known")  # fmt: skip
     need(c.ledger.lease_ttl_s > 3 * c.ledger.heartbeat_s,
          f"ledger.lease_ttl_s = {c.ledger.lease_ttl_s} must exceed 3 x ledger.heartbeat_s = {3 * c.ledger.heartbeat_s}, "
          "or one lost heartbeat loses the lease")  # fmt: skip
     need(bool(c.environment.name) or not c.environment.settings,
          "environment.settings are given, but environment.name is empty: name the environment that takes them")  # fmt: skip
+    _check_addresses(c.ledger.addresses, c.ledger.standbys)
+    need(not c.ledger.standbys or bool(c.ledger.addresses) or c.ledger.address.endswith(":0"),
+         f"ledger.standbys = {c.ledger.standbys}: servers cannot share ledger.address = {c.ledger.address!r}; end it in :0, or "
+         "list an address for each under ledger.addresses")  # fmt: skip
+    need(c.run.chaos_allowed or c.supervisor.idle_s >= IDLE_S_MIN,
+         f"supervisor.idle_s = {c.supervisor.idle_s}: at least {IDLE_S_MIN:.0f}, or a role whose call runs into its deadline is "
+         "taken for hung")  # fmt: skip
+    last_port = c.run.health_port + 2 + sum(w.count for w in c.workers) + c.ledger.standbys
+    need(last_port < 2**16, f"run.health_port = {c.run.health_port}: the last role's port would be {last_port}; at most 65535")
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
+    check_security(c)
     for index, worker in enumerate(c.workers):
         _check_worker(worker, f"workers[{index}]", c.sampling.max_new_tokens)
     need(sum(w.count for w in c.workers) >= 1, "at least one [[workers]] entry with count >= 1 is needed")
@@ -126,6 +151,18 @@ def check(c: Config) -> None:
              "module:attribute, file.py:attribute, or the name of an installed environment")  # fmt: skip
     else:
         need(bool(c.task.path), f"task.path is missing: the {c.task.source} file to read")
+
+
+def _check_addresses(addresses: tuple[str, ...], standbys: int) -> None:
+    for index, address in enumerate(addresses):
+        host, _, port = address.rpartition(":")
+        need(bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
+             f"ledger.addresses[{index}] = {address!r}: write host:port with the port that clients dial, for example "
+             "10.0.0.5:7001")  # fmt: skip
+    need(len(set(addresses)) == len(addresses), f"ledger.addresses = {list(addresses)}: one of them is listed twice")
+    need(not addresses or len(addresses) > standbys,
+         f"ledger.addresses lists {len(addresses)} servers, ledger.standbys = {standbys} needs {standbys + 1}: the holder and "
+         "each standby have one")  # fmt: skip
 
 
 def _at(c: Config, path: str) -> Any:

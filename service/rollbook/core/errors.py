@@ -37,6 +37,10 @@ class UnknownSlot(NotFound):
     """The run has no such slot."""
 
 
+class Expired(NotFound):
+    """The rows asked for were let go under the run's retention; what is left of them are counts."""
+
+
 class WrongRun(InvalidRequest):
     """The request names another run than the one this server serves."""
 
@@ -83,12 +87,31 @@ class ServerFenced(Unavailable):
     """This ledger server lost its role and answers nothing any more; call its successor, found at the run's address."""
 
 
+class Standby(Unavailable):
+    """This ledger server does not hold the run's role; call the one that does, found at the run's addresses."""
+
+
 class StorageFull(Unavailable):
     """The ledger's storage is full; nothing was acknowledged, writes resume when space is freed."""
 
 
 class DeadlineExceeded(Unavailable):
     """No answer came within the call's deadline; the outcome is unknown, repeat with the same key."""
+
+
+class Overloaded(Unavailable):
+    """The ledger server has more to do than it may take on."""
+
+    retry_after_s = 0.0
+    """When the server asks to be called again; 0 = it did not say."""
+
+
+class Unauthenticated(RollbookError):
+    """The ledger server does not know who is calling."""
+
+
+class PermissionDenied(RollbookError):
+    """The caller's role may not do that."""
 
 
 class SchemaTooNew(RollbookError):

@@ -99,6 +99,11 @@ def incarnation() -> str:
     return host().environ.get("ROLLBOOK_INCARNATION") or host().token()
 
 
+def node_address() -> str:
+    """Address at which other nodes reach this one, told by whoever has placed this process; empty when nobody has."""
+    return host().environ.get("ROLLBOOK_NODE_ADDRESS", "")
+
+
 def superseded() -> str:
     """Id of the dead process that this one replaces; empty when there is none."""
     return host().environ.get("ROLLBOOK_SUPERSEDES", "")

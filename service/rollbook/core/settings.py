@@ -24,6 +24,9 @@ class RunConfig:
     """Seed of everything: task order, per-sample seeds, learner RNG."""
     chaos_allowed: bool = False
     """Drills, and failpoints of ``[chaos]``, refuse a run that does not say true here."""
+    health_port: int = 0
+    """First port on loopback for ``/livez``, ``/readyz`` and ``/progressz`` of the roles: the ledger server's, then the feeder's,
+    the learner's, and one for each worker in order; 0 = off. A role command's ``--health-port`` goes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +273,18 @@ class LedgerConfig:
 
     url: str = ""
     """``sqlite:///FILE`` or ``postgresql+psycopg://…``; empty = ``ledger.sqlite`` in the run directory."""
+    password_file: str = ""
+    """File that holds the database password and nothing else, read at every new connection; ``ledger.url`` must not hold one.
+    Empty = none, or what PGPASSWORD or PGPASSFILE say."""
     address: str = "127.0.0.1:0"
-    """host:port to listen on; port 0 picks a free one and writes it to the run directory."""
+    """host:port to listen on; port 0 picks a free one and writes it to the run directory. Beyond loopback only with
+    ``security.tokens`` and ``security.certificate``."""
+    addresses: tuple[str, ...] = ()
+    """host:port of every ledger server, the one with index K at position K, for runs whose servers have fixed places; takes the
+    place of ``address``, and clients go round it. Empty: each server listens as ``address`` says and tells the run directory."""
+    standbys: int = 0
+    """Ledger servers that wait for the holder of the run's role to vanish. Anywhere on PostgreSQL; on the same machine on SQLite,
+    where the file's lock decides and a holder that is merely stopped must be killed first (a supervisor does)."""
     lease_ttl_s: float = 30.0
     """A slot whose worker is silent this long is leased again."""
     heartbeat_s: float = 5.0
@@ -307,6 +320,57 @@ class LedgerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Who reaches the ledger server, and how much of it one client may take. Paths only: no secret stands in a configuration."""
+
+    certificate: str = ""
+    """The server's certificate with its chain (PEM); with it the server speaks TLS and nothing else. Read when it starts."""
+    key: str = ""
+    """Private key of ``certificate`` (PEM)."""
+    ca: str = ""
+    """Certificate of the authority (PEM) by which clients know the server, and the server its clients where it asks for them."""
+    require_client_certificate: bool = False
+    """Mutual TLS: clients without a certificate signed by ``ca`` are turned away before they can send anything."""
+    client_certificate: str = ""
+    """Certificate with its chain (PEM) that clients show."""
+    client_key: str = ""
+    """Private key of ``client_certificate`` (PEM)."""
+    tokens: str = ""
+    """The server's file of token digests, ``SHA256 ROLE [RUN]`` a line; with it nobody calls without a token. Read when it
+    starts."""
+    token_dir: str = ""
+    """Folder with a file ``ROLE.token`` for each role on this machine; ROLLBOOK_TOKEN_FILE and ROLLBOOK_TOKEN come first."""
+    reflection: bool = False
+    """gRPC server reflection, for tools like grpcurl; never together with ``tokens``."""
+    message_bytes_max: int = 67_108_864
+    """Largest message either side accepts."""
+    calls_per_s_max: float = 2000.0
+    """Calls of one client (connection) a second, a second's worth at once; further ones are told when to come again."""
+    calls_open_max: int = 64
+    """Calls one client may have open; further ones are told when to come again."""
+    calls_waiting_max: int = 256
+    """Calls of all clients that may wait for a thread of the server; further ones are told when to come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionConfig:
+    """How long rows are kept. A run keeps all of them unless this is enabled; what is gone cannot be replayed or explained."""
+
+    enabled: bool = False
+    """Let go of groups that are finished at or below the second-newest committed checkpoint, oldest first."""
+    every_s: float = 60.0
+    """The ledger server looks this often for what may go."""
+    groups: int = 1000
+    """Groups that go together on SQLite; on PostgreSQL it is a partition (``ledger.ordinals_per_partition``)."""
+    events_s: float = 86_400.0
+    """Events of groups that are gone stay this long."""
+    receipts_s: float = 86_400.0
+    """Receipts of leases and appends stay this long; a call repeated later than that is taken for a new one."""
+    batch_rows: int = 2000
+    """Rows that one transaction deletes at most."""
+
+
+@dataclass(frozen=True, slots=True)
 class SupervisorConfig:
     """Restarts on one machine."""
 
@@ -322,6 +386,37 @@ class SupervisorConfig:
     """Grace of a graceful stop before SIGKILL."""
     stall_s: float = 600.0
     """No finished step for this long is reported loudly with a stack dump of every role."""
+    startup_s: float = 900.0
+    """Longest silence of a role that starts: imports, an engine that loads and compiles, a checkpoint that is restored. Beyond
+    this and the two bounds below a role is taken for hung: its stacks are dumped, it is killed and started again."""
+    busy_s: float = 900.0
+    """Longest silence of a role at work, where every engine step, micro-batch and saved file is a sign of life."""
+    idle_s: float = 120.0
+    """Longest silence of a role that waits, for the ledger, a tool or the next call; at least 15, above one call's deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """What roles reserve on a Ray cluster (``rollbook up --ray``), and how patient their supervisor is with its nodes."""
+
+    workers: str = "config"
+    """``config`` runs the workers of ``[[workers]]``; ``fill`` as many as fit, more when a node joins, fewer when one leaves."""
+    worker_cpus: float = 0.0
+    """CPUs of a worker; 0 = its ``threads``."""
+    worker_gpus: float = 1.0
+    """GPUs, or the share of one, of a worker with ``device = "cuda"``."""
+    learner_cpus: float = 0.0
+    """CPUs of the learner; 0 = its ``threads``."""
+    learner_gpus: float = 1.0
+    """GPUs of a learner with ``device = "cuda"``."""
+    server_cpus: float = 0.0
+    """CPUs of the ledger server and of the feeder, each; with 0 they find a place on any node."""
+    place_s: float = 15.0
+    """A role that has waited this long for a place is told of; one without which nothing advances takes a worker's place."""
+    unreachable_s: float = 10.0
+    """A role whose node has answered nothing for this long is lost, and is started elsewhere."""
+    orphan_s: float = 60.0
+    """A role whose supervisor has asked nothing for this long ends itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,9 +53,12 @@ def build(cls: type, table: object, path: str) -> object:
             values[name] = build(kind, table[name], where)  # type: ignore[arg-type]
         elif typing.get_origin(kind) is tuple:
             items = table[name]
+            item = typing.get_args(kind)[0]
+            is_table = dataclasses.is_dataclass(item)
             if not isinstance(items, list):
-                raise ConfigError(f"{where}: expected [[{where}]] tables")
-            values[name] = tuple(build(typing.get_args(kind)[0], t, f"{where}[{i}]") for i, t in enumerate(items))
+                raise ConfigError(f"{where}: expected {f'[[{where}]] tables' if is_table else 'a list'}")
+            make = build if is_table else _value
+            values[name] = tuple(make(item, t, f"{where}[{i}]") for i, t in enumerate(items))
         else:
             is_union = isinstance(kind, types.UnionType)
             values[name] = _value(kind if is_union else typing.get_origin(kind) or kind, table[name], where)

@@ -41,6 +41,7 @@ from rollbook.learner.durable import (
 )
 from rollbook.learner.model_dir import sha256_of
 from rollbook.learner.state import SECTIONS, TrainingState
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -173,6 +174,7 @@ def _fill(directory: Path, state: TrainingState, epoch: int) -> bytes:
     for section in SECTIONS:
         tensors = {key: tensor.contiguous() for key, tensor in state.tensors[section].items()}
         save_tensors(tensors, directory / f"{section}.safetensors")
+        progress.mark()
         failpoint("learner.checkpoint.mid_files")
     write_durably(directory / _VALUES, json.dumps(state.values, sort_keys=True).encode())
     failpoint("learner.checkpoint.before_manifest")
@@ -248,6 +250,7 @@ class Checkpoints:
             self.files.set_aside(name, "foreign")
         else:
             failpoint("learner.resume.before_adopt")
+            fsync_directory(self.files.root)  # whoever gave it its name may have died before flushing that name
             self.committed.append(self._client.commit_checkpoint(self._term, checkpoint))
             failpoint("learner.resume.after_adopt")
             log.info("adopted a complete checkpoint", extra={"event": "checkpoint_adopted", "dir": name})

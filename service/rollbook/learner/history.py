@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollbook.core.errors import LedgerBehind, NotFound
+from rollbook.core.errors import Expired, LedgerBehind, NotFound
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import TASK_STREAM, Cursor, ResumePoint
 
@@ -178,6 +178,8 @@ def _foreign(manifest: dict[str, Any], client: LedgerPort, position: Position) -
     else:
         try:
             recorded = client.read_plan(lineage, step).chain_digest
+        except Expired:  # too old to be told, and to matter
+            recorded = position.point.chain_digests.get(step, chain)
         except NotFound:
             return f"step {step}, the ledger's last plan is of step {position.point.last_planned_step}"
     if recorded != chain:

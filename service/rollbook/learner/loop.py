@@ -30,6 +30,7 @@ from rollbook.learner.resume import restore_newest
 from rollbook.learner.revisions import Revisions
 from rollbook.learner.role import HeldRole, acquire, holding
 from rollbook.learner.trainer import StepResult, Trainer
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
     failpoint("learner.after_role")
     with holding(client, term) as role:
         learner = open_learner(config, client, role)
+        progress.ready(True, check=role.wrong)
         while learner.step < config.run.steps:
             plan = learner.next_plan(stop)
             if plan is None:
@@ -69,6 +71,7 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
                 learner.advance(plan)
             except Divergence as found:
                 fork(learner, found)
+        progress.ready(False, "it ends")
         learner.checkpoint()
         failpoint("learner.before_release")
     return learner.step >= config.run.steps
@@ -109,6 +112,7 @@ class Learner:
         started = reported = host().monotonic()
         while not stop.is_set():
             self.role.check()
+            progress.mark(progress.State.WAITING)
             try:
                 plan = self.client.plan_step(self.role.term, self.lineage, self.step + 1, wait_s=PLAN_WAIT_S)
             except NotReady as missing:
@@ -132,13 +136,16 @@ class Learner:
     def advance(self, plan: Plan) -> None:
         """Train one plan to its published version and, when due, its checkpoint."""
         began = host().monotonic()
+        progress.mark(progress.State.TRAINING)
         result = self.train(plan)
         if result is not None:
             self._finish(plan, result)
         elif plan.outcome is None:
             self._skip_as_recorded(plan)
         started = host().monotonic()
+        progress.mark(progress.State.SAVING)
         self._publish(plan)
+        progress.finished(f"step {plan.step}")
         self.seconds_published, trained_s, started = host().monotonic() - started, started - began, host().monotonic()
         self.cadence.stepped(self.seconds_waited + trained_s + self.seconds_published, trained_s)
         if self.cadence.due(self.step, max(self.checkpoints.steps(), default=0)):
@@ -222,6 +229,7 @@ class Learner:
         if self.step in self.checkpoints.steps():
             return
         self.role.check()
+        progress.mark(progress.State.SAVING)
         started = host().monotonic()
         self.trainer.note(cursor=self.client.cursor(TASK_STREAM))
         saved = self.checkpoints.save(self.trainer.state_dict())

@@ -119,6 +119,7 @@ class Publisher:
         path = f"versions/{lineage}.{version}.{weights_digest[:12]}"
         target = self._run_dir / path
         if self._is_whole(target, weights_digest):
+            fsync_directory(target.parent)  # whoever gave it its name may have died before flushing that name
             return path
         if target.exists():
             remove_directory(target)

@@ -15,6 +15,7 @@ from rollbook.core.errors import Fenced, RoleHeld, RollbookError, Unavailable
 from rollbook.core.host import host
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Role, RoleTerm
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class HeldRole:
         self.term = term
         self._client = client
         self._lost: Fenced | None = None
+        self._renewed_at = host().monotonic()
         self._closed = host().event()
         self._thread = host().thread(self._renew, f"renew-{term.role}")
         self._thread.start()
@@ -39,6 +41,13 @@ class HeldRole:
         if self._lost is not None:
             raise Fenced(str(self._lost))
 
+    def wrong(self) -> str:
+        """Why the holder could not write now; empty while the term runs."""
+        if self._lost is not None:
+            return f"the {self.term.role} role was taken over"
+        past_s = host().monotonic() - self._renewed_at - self.term.ttl_s
+        return f"the term of the {self.term.role} role ran out {past_s:.0f} s ago" if past_s > 0 else ""
+
     def close(self) -> None:
         """Stop renewing; the term runs out by itself."""
         self._closed.set()
@@ -46,7 +55,9 @@ class HeldRole:
     def _renew(self) -> None:
         while not self._closed.wait(self.term.ttl_s / _RENEWALS_PER_TERM):
             try:
+                sent_at = host().monotonic()
                 self._client.renew_role(self.term)
+                self._renewed_at = sent_at
             except Fenced as fenced:
                 self._lost = fenced
                 log.error("the %s role was taken over: %s", self.term.role, fenced, extra={"event": "role_lost"})
@@ -66,6 +77,7 @@ def acquire(
     """
     deadline = host().monotonic() + wait_s
     while not stop.is_set():
+        progress.mark()
         try:
             return client.acquire_role(role, holder, ttl_s, supersede)
         except RoleHeld as held:

@@ -149,7 +149,7 @@ def _write_tokenizer(scratch: Path, directory: Path, fields: dict[str, Any]) -> 
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    restored = AutoTokenizer.from_pretrained(scratch, gguf_file=_GGUF_NAME, local_files_only=True)
+    restored = AutoTokenizer.from_pretrained(scratch, gguf_file=_GGUF_NAME, local_files_only=True, trust_remote_code=False)
     backend = restored.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -170,7 +170,7 @@ def _write_tokenizer(scratch: Path, directory: Path, fields: dict[str, Any]) -> 
     )
     tokenizer.chat_template = fields["chat_template"]
     tokenizer.save_pretrained(directory)
-    reloaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    reloaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     _expect("tokens of '12+345='", reloaded.tokenize("12+345="), list("12+345="))
     _expect("end-of-text token", reloaded.eos_token, "<|im_end|>")
     text = "Zwölf Boxkämpfer: 12 € ."
@@ -182,7 +182,9 @@ def _write_model(scratch: Path, directory: Path, fields: dict[str, Any], dtype: 
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    quantised = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=_GGUF_NAME, dtype=torch.float32, local_files_only=True)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        scratch, gguf_file=_GGUF_NAME, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     config = quantised.config
     # transformers refuses to save a model that remembers its GGUF origin; a fresh one of the same shape does not.
     for name in ("quantization_config", "_model_name_or_path"):

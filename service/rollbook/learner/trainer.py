@@ -45,6 +45,7 @@ from rollbook.learner.schedule import learning_rate
 from rollbook.learner.snapshot import Snapshot
 from rollbook.learner.state import Progress, TrainingState
 from rollbook.observe.failpoints import failpoint
+from rollbook.observe.progress import mark as mark_progress
 
 _BUILT_IN = ("device", "dtype", "autocast", "publish_dtype", "gradient_checkpointing", "deterministic", "threads")
 """Settings that are part of the loaded policy or of the process."""
@@ -215,6 +216,7 @@ class Trainer:
         """[N, T] log-probs under the weights at the start of the step, split as the updates will split them."""
         old = torch.zeros(batch.mask.shape, dtype=torch.float32, device=self.policy.device)
         for micro in (micro for rows in parts for micro in self._micro_batches(rows)):
+            mark_progress()
             part = batch.select(micro)
             logprobs, _ = self.policy.completion_logprobs(part.token_ids, part.prompt_lengths, part.mask)
             old = old.to(logprobs.dtype)
@@ -231,6 +233,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         for micro in self._micro_batches(rows):
+            mark_progress()
             part = batch.select(micro)
             if part.n_tokens:
                 of_group = torch.tensor([group_tokens[row] for row in micro.tolist()], device=self.policy.device)

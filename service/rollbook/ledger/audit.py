@@ -1,8 +1,8 @@
 """Every invariant as one query that returns its violations.
 
 Owns the audit and most of its checks: name, promise, sentence, query; what forks may do stands in ``audit_forks``, failures and
-the breaker in ``audit_failures``. Never repairs anything. Each check reads only rows, so it says the same after any restart; the
-audit runs in one snapshot. Digests and chains are recomputed from the stored bytes.
+the breaker in ``audit_failures``, what was let go in ``audit_retention``. Never repairs anything. Each check reads only rows, so
+it says the same after any restart; the audit runs in one snapshot. Digests and chains are recomputed from the stored bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rollbook.core.records import PlanItem, SlotKey, Violation
 from rollbook.core.staleness import fixed_step_of, fixed_version
 from rollbook.ledger import audit_failures as _audit_failures  # noqa: F401  their checks enter the list
 from rollbook.ledger import audit_forks as _audit_forks  # noqa: F401
+from rollbook.ledger import audit_retention as _audit_retention  # noqa: F401
 from rollbook.ledger import schema as t
 from rollbook.ledger.checks import CHECKS, Subject, both, check, missing, same_slot, slot_ids
 from rollbook.ledger.planning import STORED, stored_digest
@@ -106,6 +107,11 @@ def _chain_digest(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
             )
             items = [PlanItem(r.pos, SlotKey(r.ordinal, r.sibling), r.payload_digest, r.reward, bool(r.valid)) for r in rows]
             content = items_digest(items)
+            if plan.step < s.kept.replayable_from:  # some of its items are gone; what they digested to is still in the chain
+                if chain_digest(previous, plan.step, plan.items_digest) != plan.chain_digest:
+                    wrong.append(f"{plan.lineage}.{plan.step}")
+                previous = plan.chain_digest
+                continue
             in_order = [r.pos for r in rows] == list(range(plan.n_items)) and [x.key for x in items] == sorted(
                 x.key for x in items
             )
@@ -199,6 +205,7 @@ def _verdict_excludes_plan(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
 def _ordinals_gapless(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
     g, slot, c = t.prompt_group.c, t.slot.c, t.cursor.c
     n, last = s.conn.execute(sa.select(sa.func.count(), sa.func.max(g.ordinal)).where(s.here(t.prompt_group))).one()
+    n += s.kept.low_watermark
     if n and last != n - 1:
         yield f"{n} groups, but the last ordinal is {last}", [str(last)]
     counts = (
@@ -262,7 +269,8 @@ def _groups_planned_whole(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
         sa.select(sa.func.count(sa.distinct(i.ordinal))).where(i.run_id == p.run_id, i.lineage == p.lineage, i.step == p.step)
         .correlate(t.plan).scalar_subquery()
     )  # fmt: skip
-    wrong = s.rows(sa.select(p.lineage, p.step).where(s.here(t.plan), n_groups != p.n_groups))
+    whole = p.step >= s.kept.replayable_from
+    wrong = s.rows(sa.select(p.lineage, p.step).where(s.here(t.plan), whole, n_groups != p.n_groups))
     if wrong:
         yield "plans whose group count is not that of their items", [f"{r.lineage}.{r.step}" for r in wrong]
 
@@ -279,7 +287,7 @@ def _refills(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
         old.c.run_id == g.run_id, old.c.ordinal == g.refills, old.c.prompt_ids == g.prompt_ids, old.c.task_json == g.task_json,
         judged == old.c.n_siblings,
     )  # fmt: skip
-    rows = s.rows(sa.select(g.ordinal).where(s.here(t.prompt_group), g.refills.is_not(None), ~fits))
+    rows = s.rows(sa.select(g.ordinal).where(s.here(t.prompt_group), g.refills >= s.kept.low_watermark, ~fits))
     if rows:
         yield "refills of a group that is not closed or has another prompt", [str(r.ordinal) for r in rows]
     twice = s.rows(

@@ -6,15 +6,17 @@ transaction reads the server's fence row first, and reads stop when the server's
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
-from rollbook.core.errors import Fenced, NotFound, NotReady, ServerFenced, Unavailable
+from rollbook.core.errors import Expired, Fenced, NotFound, NotReady, ServerFenced, Standby, Unavailable
 from rollbook.core.host import host
 from rollbook.core.ports import Clock
 from rollbook.core.records import (
@@ -29,11 +31,14 @@ from rollbook.core.records import (
     SlotKey,
 )
 from rollbook.ledger import schema as t
-from rollbook.ledger.dialects import Database, Partitions
-from rollbook.ledger.writer import Txn, Writer
+from rollbook.ledger.dialects import Database, is_conflict
+from rollbook.ledger.partitions import Partitions
+from rollbook.ledger.writer import CONFLICT_RETRIES_MAX, CONFLICT_WAIT_S, Txn, Writer
 from rollbook.observe.failpoints import failpoint
 
 T = TypeVar("T")
+P = ParamSpec("P")
+L = TypeVar("L", bound="LedgerBase")
 
 WAIT_MAX_S = 60.0
 """Longest time a reply is held, whatever the caller asks for."""
@@ -42,6 +47,8 @@ RECHECK_S = 1.0
 SETTLE_S = 0.02
 """A waiting verb looks again at most this often, and spends at most a fifth of its time looking."""
 EVENT_ROWS_MAX = 500
+DOUBT_S = 1.0
+"""How long a term that could not be renewed is taken for lost before the database is asked again."""
 
 
 class Bell:
@@ -77,6 +84,34 @@ class Bell:
         return self._closed
 
 
+def again_on_conflict(verb: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
+    """A verb that only reads, read again a bounded number of times where PostgreSQL broke it off in favour of another."""
+
+    @functools.wraps(verb)
+    def read(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
+        for attempt in range(CONFLICT_RETRIES_MAX):
+            try:
+                return verb(self, *args, **kwargs)
+            except Unavailable as error:
+                if not is_conflict(error):
+                    raise
+                self._writer.conflicts += 1
+                host().sleep(CONFLICT_WAIT_S * 2**attempt)
+        return verb(self, *args, **kwargs)
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How far back a run's rows are kept (R16)."""
+
+    low_watermark: int = 0
+    """Groups with smaller ordinals are gone or going."""
+    replayable_from: int = 1
+    """First step of which every item is kept."""
+
+
 class LedgerBase:
     """Context and helpers of ``Ledger``."""
 
@@ -89,10 +124,13 @@ class LedgerBase:
     _run: RunRecord | None = None
     _term: RoleTerm | None = None
     _term_ends_s: float = 0.0
+    _doubtful_until_s: float = float("-inf")
     _fenced: ServerFenced | None = None
     _draining: bool = False
     _watermark: int = 0
     """Every group below it is planned or has a terminal verdict; counts start here."""
+    _kept: Kept = Kept()
+    """What retention has let go, as of the last commit."""
     _lineages: tuple[Lineage, ...] = ()
     """Oldest first; every one but the first forks from the one before it."""
     _sequence: itertools.count[int] = itertools.count()
@@ -145,15 +183,23 @@ class LedgerBase:
         return now_us
 
     def holds_role(self) -> bool:
-        """Whether this server may answer now: not superseded, and its own term has not run out unrenewed (R12)."""
+        """Whether this server may answer now: not superseded, and its own term has not run out unrenewed (R12).
+
+        Raises Standby when the term is over and the database does not say whether somebody else has taken the role.
+        """
         if self._fenced is not None:
             return False
         if self._term is None or self._clock.monotonic() < self._term_ends_s:
             return True
+        if self._clock.monotonic() < self._doubtful_until_s:
+            raise Standby("this server's term is over and could not be renewed; another one may hold the role")
         try:
             self.renew_self()
-        except Unavailable:
+        except ServerFenced:
             return False
+        except Unavailable as error:
+            self._doubtful_until_s = self._clock.monotonic() + DOUBT_S
+            raise Standby(f"this server's term is over and was not renewed ({error}); another one may hold the role") from error
         return True
 
     def _on_fenced(self, error: ServerFenced) -> None:
@@ -228,6 +274,22 @@ class LedgerBase:
         # By the plain number SQLite would walk through every event of the run instead of the index of kinds.
         return conn.execute(rows.order_by((e.seq + 0).desc()).limit(n)).all()
 
+    def _refuse_expired(self, ordinal: int) -> None:
+        """Raises Expired for a group that retention has let go."""
+        if ordinal < (low := self._kept.low_watermark):
+            raise Expired(
+                f"group {ordinal} is below the low watermark {low} of run {self.run.run_id!r}: its rows were let go under "
+                "[retention], only their counts are left (rollbook status)"
+            )
+
+    def _refuse_unreplayable(self, step: int) -> None:
+        """Raises Expired for a step with items that retention has let go."""
+        if step < (first := self._kept.replayable_from):
+            raise Expired(
+                f"step {step} of run {self.run.run_id!r} cannot be replayed any more: its rollouts were let go under "
+                f"[retention]. Replayable are steps from {first} on, from the checkpoint of step {first - 1} or a later one"
+            )
+
     def _newest_lineage(self) -> int:
         return self._lineages[-1].number
 
@@ -287,6 +349,13 @@ def earliest_fork(lineages: Iterable[Lineage], lineage: int, verdicts: Collectio
     """Smallest fork step among the forks made after ``lineage`` with one of these verdicts."""
     steps = [line.fork_step for line in lineages if line.number > lineage and line.verdict in verdicts]
     return min(steps, default=None)
+
+
+def load_kept(conn: sa.Connection, run_id: str) -> Kept:
+    """How far back a run's rows are kept in this snapshot."""
+    c = t.retention.c
+    row = conn.execute(sa.select(c.low_watermark, c.replayable_from).where(c.run_id == run_id)).first()
+    return Kept() if row is None else Kept(row.low_watermark, row.replayable_from)
 
 
 def load_lineages(conn: sa.Connection, run_id: str) -> tuple[Lineage, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from rollbook.core.bounds import INT32_MAX
 from rollbook.core.records import Blame, FailureReport, RewardStatus, SandboxStatus, SlotKey
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import storable
@@ -72,7 +73,8 @@ class Breaker(Feeding):
                 "run_id": self.run.run_id, "ordinal": f.key.ordinal, "sibling": f.key.sibling, "lease_token": f.lease_token,
                 "attempt": attempt, "incarnation": f.incarnation, "status": f.status.value,
                 "sandbox_status": f.sandbox_status.value, "blame": f.blame.value, "reason": storable(f.reason),
-                "n_tokens": max(0, f.n_tokens), "generate_s": _finite(f.generate_s), "verify_s": _finite(f.verify_s),
+                "n_tokens": min(max(0, f.n_tokens), INT32_MAX),
+                "generate_s": _finite(f.generate_s), "verify_s": _finite(f.verify_s),
                 "evidence_json": storable(f.evidence_json), "final": f.final, "reported_at_us": txn.now_us,
             }
             for f, attempt in failures

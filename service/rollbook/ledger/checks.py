@@ -12,6 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rollbook.core.records import Lineage, RunRecord
+from rollbook.ledger.base import Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Subject:
     """Oldest first."""
     along: Callable[[Any, Any, int], sa.ColumnElement[bool]]
     """(lineage column, step column, lineage) to the condition "in its ancestry"."""
+    kept: Kept = Kept()
+    """What retention has let go is looked at by its own check only."""
 
     @property
     def lineages(self) -> tuple[int, ...]:
@@ -33,7 +36,11 @@ class Subject:
         return list(self.conn.execute(query).all())
 
     def here(self, table: sa.Table) -> sa.ColumnElement[bool]:
-        return table.c.run_id == self.run.run_id
+        """Rows of the run in ``table`` that are kept."""
+        mine, low = table.c.run_id == self.run.run_id, self.kept.low_watermark
+        if low == 0 or "ordinal" not in table.c:
+            return mine
+        return sa.and_(mine, sa.or_(table.c.ordinal >= low, table.c.ordinal.is_(None)))
 
 
 Finder = Callable[[Subject], Iterator[tuple[str, Sequence[str]]]]

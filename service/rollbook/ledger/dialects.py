@@ -1,9 +1,10 @@
 """Everything in which SQLite and PostgreSQL differ.
 
-Owns engines, pragmas and session settings, the storage checks, the file lock, server time, translation of driver errors,
-and partitions. Never knows a verb. Upholds P1 (WAL with ``synchronous=FULL``; ``synchronous_commit=on``) and, for a SQLite
+Owns engines, pragmas and session settings, the storage checks, the file lock, server time and translation of driver errors.
+Never knows a verb. Upholds P1 (WAL with ``synchronous=FULL``; ``synchronous_commit=on``) and, for a SQLite
 file, P8 (one server at a time through an advisory file lock). Sources: sqlite.org/wal.html#walresetbug (stock libraries
-before 3.51.3 may corrupt a WAL), sqlite.org/pragma.html, postgresql.org/docs/current/ddl-partitioning.html.
+before 3.51.3 may corrupt a WAL), sqlite.org/pragma.html,
+postgresql.org/docs/current/libpq-connect.html (several hosts, ``target_session_attrs``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sqlalchemy.pool import NullPool, QueuePool
 
 from rollbook.core.errors import ConfigError, LedgerLocked, RollbookError, StorageFull, Unavailable, UnsafeStorage
 from rollbook.core.ports import Clock
-from rollbook.ledger.schema import PARTITIONED
+from rollbook.core.security import check_url, read_secret
 from rollbook.observe.failpoints import failpoint
 
 SQLITE_FIXED = (3, 51, 3)
@@ -41,8 +42,11 @@ READERS_MAX = 16
 SQLITE_BUSY_MS = 10_000
 SQLITE_PASSING = ("locked", "busy", "disk I/O error", "unable to open", "interrupted", "Cannot operate on a closed database")
 """Messages of SQLite errors that concern the storage and not the statement."""
-POSTGRESQL_PASSING = ("08", "53", "57", "58", "40001", "40P01", "55P03", "25P03")
-"""SQLSTATE classes and codes of the same kind: connection, resources, operator intervention, system, conflicts, timeouts."""
+POSTGRESQL_PASSING = ("08", "53", "57", "58", "40001", "40P01", "55P03", "25P03", "25006")
+"""SQLSTATE classes and codes of the same kind: connection, resources, operator intervention, system, conflicts, timeouts, and a
+server that has become a standby."""
+CONFLICTS = ("40001", "40P01")
+"""SQLSTATE codes of a transaction that PostgreSQL broke off in favour of another and that may be run again as it is."""
 KEYS_MAX = 4000
 """Slots named in one statement: below SQLite's 32,766 and PostgreSQL's 65,535 parameters."""
 
@@ -123,26 +127,39 @@ def translate(error: SQLAlchemyError) -> RollbookError | None:
     return None
 
 
+def is_conflict(error: BaseException | None) -> bool:
+    """Whether PostgreSQL broke a transaction off in favour of another one: nothing of it is left, it may be run again."""
+    while error is not None:
+        if isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in CONFLICTS:
+            return True
+        error = error.__cause__
+    return False
+
+
 class Database:
     """Engines of one ledger: a single writing connection's engine and a pool of read-only ones.
 
     ``exclusive`` is true for SQLite: holding the file lock proves that no other server lives.
     """
 
-    def __init__(self, url: str, clock: Clock, *, role_ttl_s: float) -> None:
+    def __init__(self, url: str, clock: Clock, *, role_ttl_s: float, password_file: str = "") -> None:
+        """``password_file``: read for every new PostgreSQL connection, so that nothing that is ever shown holds the password."""
+        check_url(url)
         self.url = url
+        self._password_file = password_file
         self.clock = clock
         parsed = sa.make_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._epoch_s = clock.time() - clock.monotonic()
         self.exclusive = self.is_sqlite
         self._lock_fd = -1
+        self._warnings: list[str] = []
         if self.is_sqlite:
             self._open_sqlite(parsed)
         elif parsed.get_backend_name() == "postgresql":
             self._open_postgresql(parsed, role_ttl_s)
         else:
-            raise ConfigError(f"ledger.url {url!r}: use sqlite:///FILE or postgresql+psycopg://…")
+            raise ConfigError(f"ledger.url {parsed.render_as_string()}: use sqlite:///FILE or postgresql+psycopg://…")
 
     def _open_sqlite(self, url: sa.URL) -> None:
         if not url.database or url.database == ":memory:":
@@ -171,21 +188,27 @@ class Database:
             raise
 
     def _lock(self, path: Path) -> None:
+        self._lock_fd = self.lock_file(path)
+
+    @staticmethod
+    def lock_file(path: Path) -> int:
+        """A descriptor that holds the lock of a SQLite file until it is closed. Raises LedgerLocked, UnsafeStorage."""
         lock = Path(f"{path}.lock")
         try:
-            self._lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise UnsafeStorage(
                 f"{lock} cannot be written ({error.strerror}), and a ledger is written to even to look at it: make {path.parent} "
                 "writable, or copy the run directory to where it is"
             ) from None
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._unlock()
+            os.close(fd)
             raise LedgerLocked(
                 f"another ledger server holds {path} (lock file {lock}); stop it first, or use its address"
             ) from None
+        return fd
 
     def _unlock(self) -> None:
         if self._lock_fd >= 0:
@@ -211,22 +234,58 @@ class Database:
         if url.drivername == "postgresql":
             url = url.set(drivername="postgresql+psycopg")
         bound_ms = max(1000, int(role_ttl_s * 1000 * 2 / 3))
-        shared = {"connect_timeout": 5, "keepalives": 1, "keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3}
+        # Below the term whatever the term (R12): a server stopped inside a transaction may not hold the fence row past it.
+        idle_ms = max(1, int(role_ttl_s * 1000 * 2 / 3))
+        shared = {
+            "connect_timeout": 5, "keepalives": 1, "keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3,
+            "tcp_user_timeout": bound_ms,
+        }  # fmt: skip
+        _check_session_attrs(url)
         write = (
             f"-c synchronous_commit=on -c statement_timeout={bound_ms} -c lock_timeout={bound_ms} "
-            f"-c idle_in_transaction_session_timeout={bound_ms}"
+            f"-c idle_in_transaction_session_timeout={idle_ms}"
         )
+        # The database gives up on a server that takes no answer in, as one that is stopped while a long one is sent: such a
+        # session is not idle, and would keep its row of the fence past the term.
+        write += f" -c tcp_user_timeout={bound_ms}"
         read = "-c default_transaction_read_only=on -c statement_timeout=600000 -c idle_in_transaction_session_timeout=600000"
         try:
             self.writer = sa.create_engine(
-                url, poolclass=NullPool, isolation_level="READ COMMITTED", connect_args=shared | {"options": write}
-            )
+                url, poolclass=NullPool, isolation_level="READ COMMITTED",
+                connect_args=shared | {"options": write, "target_session_attrs": "read-write"},
+            )  # fmt: skip
             self.reader = sa.create_engine(
                 url, pool_size=4, max_overflow=READERS_MAX - 4, pool_timeout=30, pool_pre_ping=True,
-                isolation_level="REPEATABLE READ", connect_args=shared | {"options": read},
+                isolation_level="REPEATABLE READ", connect_args=shared | {"options": read, "target_session_attrs": "primary"},
             )  # fmt: skip
+            # "primary" and not "read-write": the readers' own sessions are read-only, which libpq would take for the server's.
         except ImportError as error:
             raise ConfigError(f"ledger.url {url.render_as_string()}: {error}; install rollbook[postgres]") from None
+        if self._password_file:
+            for engine in (self.writer, self.reader):
+                sa.event.listen(engine, "do_connect", self._add_password)
+
+        @sa.event.listens_for(self.writer, "connect")
+        def connect(dbapi_connection: Any, _record: object) -> None:
+            dbapi_connection.add_notice_handler(self._noticed)
+
+    def _add_password(self, _dialect: object, _record: object, _arguments: object, parameters: dict[str, Any]) -> None:
+        """Give a new connection its password. Raises ConfigError."""
+        parameters["password"] = read_secret(self._password_file, "ledger.password_file")
+
+    def _noticed(self, diagnostic: Any) -> None:
+        if diagnostic.severity_nonlocalized == "WARNING":
+            self._warnings.append(str(diagnostic.message_primary))
+
+    def commit(self, conn: sa.Connection) -> None:
+        """COMMIT. Raises Unavailable when it came with a warning: PostgreSQL says no more when a wait for a synchronous standby
+        is broken off, and what the standby does not have is lost with this server
+        (postgresql.org/docs/current/warm-standby.html).
+        """
+        self._warnings.clear()
+        conn.commit()
+        if self._warnings:
+            raise Unavailable(f"the commit may be lost with its server ({'; '.join(self._warnings)}); repeat with the same key")
 
     def now_us(self, conn: sa.Connection) -> int:
         """Time of the ledger: the database's clock on PostgreSQL, the server's on SQLite. Workers' clocks never count.
@@ -252,6 +311,21 @@ class Database:
             if (core := translate(error)) is not None:
                 raise core from error
             raise
+
+    def condition(self, conn: sa.Connection) -> dict[str, int]:
+        """What to raise an alarm about: on PostgreSQL the age of the oldest snapshot that holds dead rows, and their number.
+
+        ``oldest_xmin_age``: transactions begun since, over sessions, prepared transactions and replication slots.
+        """
+        if self.is_sqlite:
+            return {}
+        age = (
+            "SELECT coalesce(max(age), 0) FROM (SELECT age(backend_xmin) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+            "UNION ALL SELECT age(transaction) FROM pg_prepared_xacts UNION ALL SELECT age(xmin) FROM pg_replication_slots) AS h"
+        )
+        dead = "SELECT coalesce(sum(n_dead_tup), 0)::bigint FROM pg_stat_user_tables"
+        found = {"oldest_xmin_age": age, "dead_tuples": dead}
+        return {name: int(conn.exec_driver_sql(query).scalar_one()) for name, query in found.items()}
 
     def insert_rows(self, conn: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
         """Insert many rows with the same columns.
@@ -310,6 +384,16 @@ class Database:
         self._unlock()
 
 
+def _check_session_attrs(url: sa.URL) -> None:
+    """A standby may lag: what it answers is not what was acknowledged. So one value only, and it is also the default."""
+    asked = url.query.get("target_session_attrs", "read-write")
+    if asked not in ("read-write", "primary"):
+        raise ConfigError(
+            f"ledger.url asks for target_session_attrs={asked}; a ledger writes to and reads from the primary only: leave it "
+            "out, or write read-write"
+        )
+
+
 def _parts(keys: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
     for start in range(0, len(keys), KEYS_MAX):
         yield keys[start : start + KEYS_MAX]
@@ -331,57 +415,3 @@ def _prepare_sqlite(engine: sa.Engine, begin: str, *, query_only: bool) -> None:
     @sa.event.listens_for(engine, "begin")
     def start(conn: sa.Connection) -> None:
         conn.exec_driver_sql(begin)
-
-
-class Partitions:
-    """PostgreSQL partitions by ordinal range, made ahead of the rows; does nothing on SQLite.
-
-    The width stored in the existing partitions' names wins over the configured one, so that runs which share a database agree.
-    """
-
-    def __init__(self, database: Database, width: int) -> None:
-        self._database = database
-        self._width = width
-        self._known: set[int] | None = None
-
-    def ensure(self, conn: sa.Connection, end_ordinal: int) -> set[int]:
-        """Make every partition below ``end_ordinal`` and one more; returns the first ordinals to remember after COMMIT."""
-        if self._database.is_sqlite:
-            return set()
-        if self._known is None:
-            self._known = self._load(conn)
-        last = max(end_ordinal - 1, 0) // self._width + 1
-        wanted = {i * self._width for i in range(last + 1)} - self._known
-        if not wanted:
-            return set()
-        # Another server of another run may have made some of them since.
-        conn.exec_driver_sql("SELECT pg_advisory_xact_lock(7205759403792793)")
-        missing = wanted - self._load(conn)
-        for first in sorted(missing):
-            end = first + self._width
-            for table in PARTITIONED:
-                name = f"{table}_p{first}_{end}"
-                # CREATE … PARTITION OF would lock the parent against readers; ATTACH does not.
-                conn.exec_driver_sql(
-                    f"CREATE TABLE {name} (LIKE {table} INCLUDING DEFAULTS INCLUDING CONSTRAINTS INCLUDING STORAGE)"
-                )
-                conn.exec_driver_sql(f"ALTER TABLE {table} ATTACH PARTITION {name} FOR VALUES FROM ({first}) TO ({end})")
-        return wanted
-
-    def remember(self, firsts: set[int]) -> None:
-        """Call after the COMMIT of the transaction in which ``ensure`` returned them."""
-        if firsts and self._known is not None:
-            self._known |= firsts
-
-    def _load(self, conn: sa.Connection) -> set[int]:
-        names = conn.exec_driver_sql(
-            "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid "
-            "WHERE i.inhparent = 'prompt_group'::regclass"
-        ).scalars()
-        firsts = set()
-        for name in names:
-            if match := re.fullmatch(r"prompt_group_p(\d+)_(\d+)", name):
-                first, end = int(match[1]), int(match[2])
-                firsts.add(first)
-                self._width = end - first
-        return firsts

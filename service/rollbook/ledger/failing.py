@@ -13,6 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from rollbook.core.bounds import INT32_MAX
 from rollbook.core.errors import InvalidRequest, UnknownSlot
 from rollbook.core.records import (
     Blame,
@@ -89,6 +90,8 @@ class Failing(Breaker):
     def _judge_report(self, conn: sa.Connection, f: FailureReport) -> tuple[SubmitOutcome, str, Any]:
         if f.status is RewardStatus.GIVEN:
             return SubmitOutcome.INVALID, "status 'given' is a sample, submit it", None
+        if not 0 <= f.key.sibling <= INT32_MAX:
+            return SubmitOutcome.INVALID, f"the run has no slot {f.key}", None
         told = next((row for row in self._failures_of(conn, *f.key) if row.lease_token == f.lease_token), None)
         if told is not None and not is_silent(told):
             return SubmitOutcome.REPLAYED, "this failure is recorded already", None
@@ -253,6 +256,7 @@ class Failing(Breaker):
         run_id, g, v, s = self.run.run_id, t.prompt_group.c, t.verdict.c, t.sample.c
         group = conn.execute(sa.select(t.prompt_group).where(g.run_id == run_id, g.ordinal == ordinal)).first()
         if group is None:
+            self._refuse_expired(ordinal)
             raise UnknownSlot(f"the run has no group {ordinal}")
         verdicts = conn.execute(sa.select(sa.func.count()).where(v.run_id == run_id, v.ordinal == ordinal)).scalar_one()
         judged = sa.exists().where(v.run_id == s.run_id, v.ordinal == s.ordinal, v.sibling == s.sibling)
@@ -268,8 +272,8 @@ class Failing(Breaker):
         """
         run_id, g, v = self.run.run_id, t.prompt_group.c, t.verdict.c
         n_failed = n_outages = 0
-        older = group.refills
-        while older is not None and n_failed < self.rules.attempts_max and n_outages < OUTAGES_MAX:
+        older, low = group.refills, self._kept.low_watermark
+        while older is not None and older >= low and n_failed < self.rules.attempts_max and n_outages < OUTAGES_MAX:
             kinds = conn.execute(sa.select(v.kind).where(v.run_id == run_id, v.ordinal == older).distinct()).scalars().all()
             if (self._closing(conn, older) or {}).get("outage"):
                 n_outages += 1
@@ -351,11 +355,14 @@ class Failing(Breaker):
         found = self._find_watermark(txn.conn, self._watermark)
         txn.after_commit.append(lambda: setattr(self, "_watermark", max(self._watermark, found)))
 
-    def _find_watermark(self, conn: sa.Connection, start: int) -> int:
-        """First ordinal from ``start`` on that is neither planned (along the ancestry) nor terminal."""
+    def _find_watermark(self, conn: sa.Connection, start: int, last_step: int | None = None) -> int:
+        """First ordinal from ``start`` on that is neither planned (along the ancestry, up to ``last_step``) nor terminal."""
         run_id, g, v, i = self.run.run_id, t.prompt_group.c, t.verdict.c, t.plan_item.c
         lineage = self._newest_lineage()
-        planned = sa.exists().where(i.run_id == g.run_id, i.ordinal == g.ordinal, self._along(i.lineage, i.step, lineage))
+        in_time = () if last_step is None else (i.step <= last_step,)
+        planned = sa.exists().where(
+            i.run_id == g.run_id, i.ordinal == g.ordinal, self._along(i.lineage, i.step, lineage), *in_time
+        )
         judged = (
             sa.select(sa.func.count())
             .where(v.run_id == g.run_id, v.ordinal == g.ordinal)

@@ -11,21 +11,26 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
+from rollbook.core.bounds import SIBLINGS_MAX, json_object
 from rollbook.core.errors import CursorMoved, InvalidRequest
 from rollbook.core.idempotency import digest, sample_seed
+from rollbook.core.packing import unpack_i32
 from rollbook.core.records import Cursor, GroupSpec, Role, RoleTerm, SlotKey
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import LedgerBase
+from rollbook.ledger.base import LedgerBase, again_on_conflict, load_kept
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
 GROUPS_MAX = 10_000
 """Most groups of one append."""
+SLOTS_MAX = 1_000_000
+"""Most slots of one append, over all its groups."""
 
 
 class Feeding(LedgerBase):
     """Verbs of the feeder."""
 
+    @again_on_conflict
     def cursor(self, stream: str) -> Cursor:
         """Where the stream stands; a fresh stream starts at the run's next ordinal (0 in a new run) with state ``{}``."""
         run_id = self.run.run_id
@@ -121,7 +126,7 @@ class Feeding(LedgerBase):
     def _insert_groups(self, txn: Txn, stream: str, groups: Sequence[GroupSpec]) -> None:
         if not groups:
             return
-        made = self._partitions.ensure(txn.conn, groups[-1].ordinal + 1)
+        made = self._partitions.ensure(txn.conn, groups[-1].ordinal + 1, self._kept.low_watermark)
         txn.after_commit.append(lambda: self._partitions.remember(made))
         run_id, seed = self.run.run_id, self.rules.config_seed
         self._database.insert_rows(
@@ -143,6 +148,7 @@ class Feeding(LedgerBase):
             ],
         )
 
+    @again_on_conflict
     def feed_demand(self, lookahead_groups: int) -> int:
         """How many further groups the feeder should append so that ``lookahead_groups`` unopened ones wait.
 
@@ -150,14 +156,20 @@ class Feeding(LedgerBase):
         """
         run_id, rules = self.run.run_id, self.rules
         with self._read() as conn:
-            issued = self._next_ordinal(conn, run_id)
-            terminal = conn.execute(self._terminal_groups(0, issued)).scalar_one()
+            issued, low = self._next_ordinal(conn, run_id), load_kept(conn, run_id).low_watermark
+            terminal = conn.execute(self._terminal_groups(low, issued)).scalar_one() + self._n_closed_gone(conn)
             frontier = self._frontier(conn)
             opened = frontier.ordinal + 1
             unopened = issued - opened - conn.execute(self._terminal_groups(opened, issued)).scalar_one()
         useful = issued if self._is_fixed else issued - terminal
         wanted = max(0, lookahead_groups - unopened)
         return wanted if rules.steps <= 0 else max(0, min(wanted, rules.steps * rules.groups_per_step - useful))
+
+    def _n_closed_gone(self, conn: sa.Connection) -> int:
+        """Groups of which every slot had a verdict when they were let go."""
+        c = t.expired_range.c
+        gone = sa.select(sa.func.coalesce(sa.func.sum(c.n_closed), 0)).where(c.run_id == self.run.run_id)
+        return int(conn.execute(gone).scalar_one())
 
     def _frontier(self, conn: sa.Connection) -> SlotKey:
         """Largest slot ever granted; slots are granted in order, so everything behind it is new. (-1, -1) when none was."""
@@ -196,6 +208,7 @@ def _append_digest(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) -
 def _check_append(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) -> None:
     if before.stream != after.stream:
         raise InvalidRequest(f"one append moves one stream, not {before.stream!r} to {after.stream!r}")
+    json_object(after.state_json, "state_json")
     if len(groups) > GROUPS_MAX:
         raise InvalidRequest(f"{len(groups)} groups in one append; at most {GROUPS_MAX}")
     if after.next_ordinal != before.next_ordinal + len(groups):
@@ -206,7 +219,11 @@ def _check_append(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) ->
     for i, g in enumerate(groups):
         if g.ordinal != before.next_ordinal + i:
             raise InvalidRequest(f"group {i} of the append has ordinal {g.ordinal}, expected {before.next_ordinal + i}: no gaps")
-        if g.n_siblings < 1 or not g.prompt_ids or len(g.prompt_ids) % 4:
-            raise InvalidRequest(f"group {g.ordinal}: needs n_siblings >= 1 and a prompt of whole int32 token ids")
+        if not 1 <= g.n_siblings <= SIBLINGS_MAX:
+            raise InvalidRequest(f"group {g.ordinal}: n_siblings = {g.n_siblings}: must be between 1 and {SIBLINGS_MAX}")
+        if not g.prompt_ids or len(g.prompt_ids) % 4 or min(unpack_i32(g.prompt_ids)) < 0:
+            raise InvalidRequest(f"group {g.ordinal}: needs a prompt of whole int32 token ids, none of them negative")
         if g.refills is not None:
             raise InvalidRequest(f"group {g.ordinal}: refills are issued by the ledger, not by the feeder")
+    if (n_slots := sum(g.n_siblings for g in groups)) > SLOTS_MAX:
+        raise InvalidRequest(f"{n_slots} slots in one append; at most {SLOTS_MAX}")

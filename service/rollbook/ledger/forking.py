@@ -71,6 +71,7 @@ class Forking(Publishing):
         ).scalar()
         if fork_step < 0 or self._version(conn, parent, fork_step) is None:
             raise InvalidRequest(f"lineage {parent} cannot fork at step {fork_step}: version {fork_step} is not published")
+        self._refuse_unreplayable(fork_step + 1)  # plans behind the fork are copied whole
         if ended is None or ended <= fork_step:
             raise InvalidRequest(f"lineage {parent} has no outcome behind step {fork_step}: there is nothing to differ from")
 

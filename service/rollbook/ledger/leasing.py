@@ -26,6 +26,9 @@ from rollbook.observe.failpoints import failpoint
 
 LEASE_SLOTS_MAX = 4096
 """Most slots of one grant."""
+HELD_MAX = 10_000
+"""Most leases of one heartbeat; each takes two parameters of a statement."""
+CALL_DIGITS_MAX = 18
 RETRY_AFTER_S = 0.5
 
 
@@ -62,6 +65,10 @@ class Leasing(Failing):
                 f"worker incarnation {incarnation!r} is unknown to run {self.run.run_id!r}; register_worker first"
             )
 
+    def _is_registered(self, conn: sa.Connection, incarnation: str) -> bool:
+        here = (t.worker.c.run_id == self.run.run_id, t.worker.c.incarnation == incarnation)
+        return conn.execute(sa.select(t.worker.c.host).where(*here)).first() is not None
+
     def heartbeat(
         self, incarnation: str, loaded: PolicyVersion | None, leases: Sequence[tuple[SlotKey, int]], wait_s: float = 0.0,
         known_version: int = -1,
@@ -71,6 +78,8 @@ class Leasing(Failing):
         The hold is at most a third of the lease TTL, so that a waiting worker never loses what it holds.
         Raises: InvalidRequest (unknown incarnation).
         """
+        if len(leases) > HELD_MAX:
+            raise InvalidRequest(f"{len(leases)} leases in one heartbeat; at most {HELD_MAX}")
         lost = self._write(lambda txn: self._renew_leases(txn, incarnation, loaded, leases))
 
         def look() -> HeartbeatReply:
@@ -365,6 +374,8 @@ class Leasing(Failing):
         if (number := _number_of(request_id)) is None:
             return None
         if incarnation not in self._newest_asked:
+            if not self._is_registered(conn, incarnation):
+                return None  # nothing is remembered of somebody unknown
             c = t.lease_receipt.c
             where = (c.run_id == self.run.run_id, c.incarnation == incarnation)
             known = map(_number_of, conn.execute(sa.select(c.request_id).where(*where)).scalars())
@@ -388,7 +399,8 @@ class Leasing(Failing):
 def _number_of(request_id: str) -> int | None:
     """Number of a lease call, the digits behind the last dot of its request id; None where there are none."""
     digits = request_id.rpartition(".")[2]
-    return int(digits) if "." in request_id and digits.isascii() and digits.isdigit() else None
+    is_number = "." in request_id and len(digits) <= CALL_DIGITS_MAX and digits.isascii() and digits.isdigit()
+    return int(digits) if is_number else None
 
 
 def _after(frontier: SlotKey) -> dict[str, int]:

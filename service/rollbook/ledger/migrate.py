@@ -94,9 +94,9 @@ def prepare(database: Database) -> None:
     failpoint("ledger.start.after_migration")
 
 
-def upgrade(url: str) -> str:
+def upgrade(url: str, password_file: str = "") -> str:
     """Bring the database at ``url`` to the newest revision and return it. Raises SchemaTooNew, LedgerLocked."""
-    database = Database(url, host(), role_ttl_s=60.0)
+    database = Database(url, host(), role_ttl_s=60.0, password_file=password_file)
     try:
         with database.reading() as conn:
             current = current_revision(conn)
@@ -108,9 +108,9 @@ def upgrade(url: str) -> str:
         database.close()
 
 
-def check(url: str) -> list[str]:
+def check(url: str, password_file: str = "") -> list[str]:
     """What is wrong with the schema of the database at ``url``; empty when it is the one this package needs."""
-    database = Database(url, host(), role_ttl_s=60.0)
+    database = Database(url, host(), role_ttl_s=60.0, password_file=password_file)
     try:
         with database.reading() as conn:
             current = current_revision(conn)

@@ -33,7 +33,7 @@ from rollbook.core.records import (
 )
 from rollbook.core.staleness import base_version, fixed_ordinals, head_lag, oldest_effective
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import pairs, unavailable_when_closed
+from rollbook.ledger.base import again_on_conflict, pairs, unavailable_when_closed
 from rollbook.ledger.breaker import BreakerState
 from rollbook.ledger.submitting import Submitting, orphan_reason, unpack_versions
 from rollbook.ledger.writer import Txn
@@ -90,6 +90,7 @@ class Planning(Submitting):
     def _plan(self, txn: Txn, term: RoleTerm, lineage: int, step: int) -> Plan | RunPaused | str:
         self._check_term(txn, term, Role.LEARNER)
         if (stored := self._stored_plan(txn.conn, lineage, step)) is not None:
+            self._refuse_unreplayable(step)
             return stored
         last = self._last_planned(txn.conn, lineage)
         if step != last + 1:
@@ -141,10 +142,8 @@ class Planning(Submitting):
                 step=step,
                 base_version=base_version(step),
                 revision=revision,
-                n_groups=len(ordinals),
-                n_items=len(items),
-                items_digest=content,
-                chain_digest=chain,
+                n_groups=len(ordinals), n_items=len(items),
+                items_digest=content, chain_digest=chain,
                 epoch=term.epoch,
                 planned_at_us=txn.now_us,
             )  # fmt: skip
@@ -361,16 +360,18 @@ class Planning(Submitting):
         ).first()  # fmt: skip
         return stored if before is None else replace(stored, obeys=PlanOutcome(before.outcome), reason=before.reason)
 
+    @again_on_conflict
     def read_plan(self, lineage: int, step: int) -> Plan:
-        """A stored plan with its outcome, along the ancestry. Raises NotFound."""
+        """A stored plan with its outcome, along the ancestry. Raises NotFound, Expired."""
         with self._read() as conn:
             plan = self._stored_plan(conn, lineage, step)
         if plan is None:
             raise NotFound(f"lineage {lineage} has no plan of step {step}")
+        self._refuse_unreplayable(step)
         return plan
 
     def payloads(self, lineage: int, step: int) -> Iterator[SampleData]:
-        """Samples of a plan in plan order, digests verified on read. Raises NotFound, DigestMismatch naming the slot."""
+        """Samples of a plan in plan order, digests verified. Raises NotFound, Expired, DigestMismatch naming the slot."""
         plan = self.read_plan(lineage, step)
         for start in range(0, len(plan.items), PAYLOAD_ROWS):
             part = plan.items[start : start + PAYLOAD_ROWS]
@@ -386,8 +387,10 @@ class Planning(Submitting):
                     )
                 yield SampleData(item.key, row.prompt_ids, stored_trajectory(row), row.reward, item.payload_digest)
 
+    @again_on_conflict
     def sample(self, key: SlotKey) -> SampleData:
-        """One stored sample with its payload, digest verified. Raises UnknownSlot, NotFound (no sample yet), DigestMismatch."""
+        """One stored sample with its payload, digest verified. Raises UnknownSlot, NotFound, Expired, DigestMismatch."""
+        self._refuse_expired(key.ordinal)
         with self._read() as conn:
             row = self._payload_rows(conn, [key]).get(key)
             if row is None and not self._slot_exists(conn, key):

@@ -6,16 +6,16 @@ at files. Upholds R8 (outcome before version), P4 (a checkpoint row is the commi
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import sqlalchemy as sa
 
+from rollbook.core.bounds import inside, json_object
 from rollbook.core.errors import ChainMismatch, Conflict, InvalidRequest, NotFound, ReplayDiverged
 from rollbook.core.idempotency import genesis_digest
 from rollbook.core.records import Checkpoint, CheckpointState, PlanOutcome, PolicyVersion, ResumePoint, Role, RoleTerm
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import policy_version_of
+from rollbook.ledger.base import again_on_conflict, policy_version_of, storable
 from rollbook.ledger.planning import Planning
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -34,7 +34,7 @@ class Publishing(Planning):
         """
         if outcome is PlanOutcome.SKIPPED and not reason:
             raise InvalidRequest(f"step {step}: a skipped step needs a reason")
-        _check_json(metrics_json)
+        json_object(metrics_json, "metrics_json")
 
         def finish(txn: Txn) -> None:
             self._check_term(txn, term, Role.LEARNER)
@@ -53,7 +53,7 @@ class Publishing(Planning):
                     lineage=plan.lineage,
                     step=step,
                     outcome=outcome.value,
-                    reason=reason,
+                    reason=storable(reason),
                     metrics_json=metrics_json,
                     epoch=term.epoch,
                     finished_at_us=txn.now_us,
@@ -69,9 +69,10 @@ class Publishing(Planning):
 
         Raises: ReplayDiverged (another digest is recorded), InvalidRequest (a gap, or the step has no outcome).
         """
-        if version.version < 0 or not version.digest:
-            raise InvalidRequest(f"version {version.version}: needs version >= 0 and a digest")
-        _check_json(version.probe_json)
+        if version.version < 0 or not version.digest or version.n_bytes < 0:
+            raise InvalidRequest(f"version {version.version}: needs version >= 0, a digest and n_bytes >= 0")
+        json_object(version.probe_json, "probe_json")
+        inside(version.path, "path of a version")
 
         def publish(txn: Txn) -> PolicyVersion:
             self._check_term(txn, term, Role.LEARNER)
@@ -117,6 +118,7 @@ class Publishing(Planning):
                 f"version {version.version} comes from step {version.version}, which has no outcome yet (finish_plan)"
             )
 
+    @again_on_conflict
     def versions(self, lineage: int) -> list[PolicyVersion]:
         """Published versions along the ancestry, in order."""
         c = t.policy_version.c
@@ -134,6 +136,9 @@ class Publishing(Planning):
         A row marked ``corrupt`` or ``deleting`` is replaced by another directory: its step was replayed and saved again.
         Raises: ChainMismatch, Conflict (a committed one with another manifest stands), InvalidRequest, Fenced.
         """
+        inside(checkpoint.dir_name, "directory of a checkpoint", single=True)
+        if checkpoint.step < 0:
+            raise InvalidRequest(f"checkpoint of step {checkpoint.step}: steps begin with 0")
         if checkpoint.state is not CheckpointState.COMMITTED:
             raise InvalidRequest("a checkpoint is committed in state 'committed'; mark_checkpoint changes it later")
 
@@ -170,6 +175,7 @@ class Publishing(Planning):
 
     def _check_chain(self, conn: sa.Connection, checkpoint: Checkpoint) -> None:
         lineage, step = checkpoint.lineage, checkpoint.step
+        self._ancestry(lineage)  # step 0 is every lineage's, so its chain would fit one that does not exist
         plan = self._stored_plan(conn, lineage, step) if step > 0 else None
         if step > 0 and (plan is None or plan.outcome is None):
             raise InvalidRequest(f"checkpoint of step {step}: the step has no {'plan' if plan is None else 'outcome'} yet")
@@ -218,6 +224,7 @@ class Publishing(Planning):
         rows = conn.execute(sa.select(t.checkpoint).where(*where).order_by(c.step.desc(), c.lineage.desc())).all()
         return [_checkpoint_of(row) for row in rows]
 
+    @again_on_conflict
     def resume_point(self) -> ResumePoint:
         """Newest lineage, its usable checkpoints newest first, last planned step, head version, chain digests."""
         lineage = self._newest_lineage()
@@ -230,12 +237,3 @@ class Publishing(Planning):
 
 def _checkpoint_of(row: Any) -> Checkpoint:
     return Checkpoint(row.lineage, row.step, row.dir_name, row.manifest_digest, row.chain_digest, CheckpointState(row.state))
-
-
-def _check_json(text: str) -> None:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest(f"expected a JSON object: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("expected a JSON object")

@@ -15,11 +15,12 @@ from collections.abc import Collection
 
 import sqlalchemy as sa
 
+from rollbook.core.bounds import INT32_MAX, json_object, within
 from rollbook.core.changes import DATASET, NEVER, ONCE_ISSUED, ONCE_PUBLISHED, changed_fields, refusal
 from rollbook.core.errors import ConfigMismatch, Fenced, InvalidRequest, NotFound, RoleHeld, WrongRun
 from rollbook.core.records import ROOT_LINEAGE, Role, RoleTerm, RunRecord, RunRules, ScheduleKind
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import load_lineages, store_term
+from rollbook.ledger.base import load_kept, load_lineages, store_term
 from rollbook.ledger.failing import Failing
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -27,6 +28,11 @@ from rollbook.observe.failpoints import failpoint
 FENCED_ROLES = (Role.LEARNER, Role.FEEDER)
 ROLE_TTL_S_MAX = 86_400.0
 """Longest term of a role: a dead holder nobody names keeps it that long."""
+SECONDS_MAX = 1e9
+"""Longest time of a rule: with every stored time it stays within 64-bit microseconds."""
+COUNTS = ("group_size", "groups_per_step", "attempts_max", "tokens_max")
+"""Rules that are at least one."""
+WORDS = {"late_submit": ("salvage", "strict"), "straggler": ("wait", "drop")}
 SETTLED_RULES = {
     "group_size": "learner.group_size", "groups_per_step": "learner.groups_per_step", "schedule": "schedule.kind",
     "fixed_lag_versions": "schedule.lag_versions", "config_seed": "run.seed",
@@ -57,6 +63,7 @@ class Roles(Failing):
         Transaction: run, revision, root lineage, the server's own term. Idempotent: by run id and digest.
         Raises: ConfigMismatch, RoleHeld (another server serves the run), WrongRun.
         """
+        check_record(run)
         with self._attach_lock:
             if self._run is not None and self._run.run_id != run.run_id:
                 raise WrongRun(f"this ledger serves run {self._run.run_id!r}, not {run.run_id!r}")
@@ -65,7 +72,7 @@ class Roles(Failing):
                 failpoint("ledger.open.after_create")
                 self._attach(run.run_id)
             stored = self.run
-            if not changed_fields(stored.config_json, run.config_json):
+            if not _changed(stored, run):
                 return stored
             self._run = self._write(lambda txn: self._revise(txn, stored, run, accept))
             failpoint("ledger.open.after_revision")
@@ -84,6 +91,15 @@ class Roles(Failing):
         """Runs this ledger holds, oldest first."""
         with self._database.reading() as conn:
             return list(conn.execute(sa.select(t.run.c.run_id).order_by(t.run.c.opened_at_us)).scalars())
+
+    def server_term(self, run_id: str) -> tuple[str, float] | None:
+        """Holder of the ``ledger`` role and the seconds its term still has (negative: over); None when nobody ever held it.
+
+        Only reads, and leaves no transaction open: what a standby asks again and again. Raises Unavailable.
+        """
+        with self._database.reading() as conn:
+            row = conn.execute(_fence_row(run_id, Role.LEDGER)).first()
+            return None if row is None else (row.holder, (row.expires_at_us - self._database.now_us(conn)) / 1e6)
 
     def _create(self, run: RunRecord) -> None:
         def create(txn: Txn) -> None:
@@ -133,15 +149,16 @@ class Roles(Failing):
             last = conn.execute(sa.select(sa.func.max(t.event.c.seq)).where(t.event.c.run_id == run_id)).scalar()
             # The run comes last: it opens the verbs, which need everything else.
             self._lineages = lineages
+            self._kept = load_kept(conn, run_id)
             self._sequence = itertools.count((last if last is not None else -1) + 1)
             self._term_ends_s = asked + term.ttl_s
             self._run = record
             self._term = term
-            self._watermark = self._find_watermark(conn, 0)
+            self._watermark = self._find_watermark(conn, self._kept.low_watermark)
         self._write(lambda txn: self._event(txn, "server_attached", epoch=term.epoch, holder=term.holder))
 
     def _revise(self, txn: Txn, stored: RunRecord, offered: RunRecord, accept: Collection[str]) -> RunRecord:
-        changed = changed_fields(stored.config_json, offered.config_json)
+        changed = _changed(stored, offered)
         if why := refusal(stored.run_id, changed, self._settled(txn.conn, stored, offered, changed), accept):
             raise ConfigMismatch(why)
         revision = stored.revision + 1
@@ -179,10 +196,7 @@ class Roles(Failing):
 
         Idempotent: by (role, holder). Raises: RoleHeld.
         """
-        if role not in FENCED_ROLES:
-            raise InvalidRequest(f"role {role.value!r} is not taken by call; only learner and feeder are")
-        if not holder or not 0 < ttl_s <= ROLE_TTL_S_MAX:
-            raise InvalidRequest(f"a role needs a holder and 0 < ttl_s <= {ROLE_TTL_S_MAX:g}, got {ttl_s}")
+        check_term(role, holder, ttl_s)
 
         def acquire(txn: Txn) -> RoleTerm:
             term = self._take(txn, self.run.run_id, RoleTerm(role, 0, holder, ttl_s), supersede)
@@ -213,6 +227,7 @@ class Roles(Failing):
 
     def renew_role(self, term: RoleTerm) -> RoleTerm:
         """Extend a held term. Raises Fenced when a newer epoch exists."""
+        check_term(term.role, term.holder, term.ttl_s)
 
         def renew(txn: Txn) -> RoleTerm:
             self._check_term(txn, term, term.role)
@@ -223,6 +238,7 @@ class Roles(Failing):
 
     def release_role(self, term: RoleTerm) -> None:
         """Give the role up; harmless when already lost."""
+        check_role(term.role)
 
         def release(txn: Txn) -> None:
             try:
@@ -232,6 +248,43 @@ class Roles(Failing):
             expire_term(txn, self.run.run_id, term)
 
         self._write(release)
+
+
+def _changed(stored: RunRecord, offered: RunRecord) -> dict[str, str]:
+    """Fields that differ. Raises InvalidRequest for an offered object that has not the shape of a configuration."""
+    try:
+        return changed_fields(stored.config_json, offered.config_json)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"config_json is no resolved configuration ({type(error).__name__}: {error})") from None
+
+
+def check_role(role: Role) -> None:
+    """Refuse roles that nobody takes by call: the server's own is the server's to keep and to give up."""
+    if role not in FENCED_ROLES:
+        raise InvalidRequest(f"role {role.value!r} is not taken by call; only learner and feeder are")
+
+
+def check_term(role: Role, holder: str, ttl_s: float) -> None:
+    """Refuse terms that cannot be stored, or would keep a dead holder's role for ever."""
+    check_role(role)
+    if not holder or not 1e-6 <= ttl_s <= ROLE_TTL_S_MAX:
+        raise InvalidRequest(f"a role needs a holder and 0 < ttl_s <= {ROLE_TTL_S_MAX:g}, got {ttl_s}")
+
+
+def check_record(run: RunRecord) -> None:
+    """Refuse a record whose texts are no JSON objects, or under whose rules no verb could work."""
+    json_object(run.config_json, "config_json")
+    json_object(run.manifest_json, "manifest_json")
+    within(run.revision, "revision", 0, INT32_MAX)
+    for field in dataclasses.fields(run.rules):
+        value = getattr(run.rules, field.name)
+        if isinstance(value, float) and not 0 <= value <= SECONDS_MAX:
+            raise InvalidRequest(f"rules.{field.name} = {value}: must be a number between 0 and {SECONDS_MAX:g}")
+        if type(value) is int and field.name != "config_seed":
+            within(value, f"rules.{field.name}", 1 if field.name in COUNTS else 0, INT32_MAX)
+    for name, known in WORDS.items():
+        if getattr(run.rules, name) not in known:
+            raise InvalidRequest(f"rules.{name} = {getattr(run.rules, name)[:40]!r}: must be one of {', '.join(known)}")
 
 
 def _fence_row(run_id: str, role: Role) -> sa.Select:

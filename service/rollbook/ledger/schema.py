@@ -2,17 +2,15 @@
 
 Owns columns, keys, CHECKs and indexes. Never executes anything. Every primary key begins with ``run_id``, then
 (ordinal, sibling) where a slot is meant (R1); the primary key of ``sample`` is P2, the one of ``plan_item`` is P3.
-Rows are inserted and never changed, except in ``lease``, ``fence``, ``cursor``, ``worker``, the answer columns of
-``tool_call`` and ``checkpoint`` (state, and the files of a damaged one). The accepted sample is its own submit receipt:
-it holds (lease_token, incarnation, sequence), the parts of the submit key. Times are integer microseconds since the epoch.
+Rows are inserted and never changed, except in ``lease``, ``fence``, ``cursor``, ``worker``, ``retention``, the answer columns
+of ``tool_call``, the state of an ``expired_range`` and ``checkpoint`` (state, and the files of a damaged one). The accepted
+sample is its own submit receipt: it holds (lease_token, incarnation, sequence), the parts of the submit key. Times are integer
+microseconds since the epoch.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import (
-    BigInteger,
     Boolean,
     CheckConstraint,
     Column,
@@ -21,11 +19,7 @@ from sqlalchemy import (
     Index,
     Integer,
     LargeBinary,
-    MetaData,
-    PrimaryKeyConstraint,
     String,
-    Table,
-    Text,
     text,
 )
 
@@ -40,41 +34,14 @@ from rollbook.core.records import (
     SandboxStatus,
     VerdictKind,
 )
+from rollbook.ledger.columns import PARTITIONED, metadata
+from rollbook.ledger.columns import among as _among
+from rollbook.ledger.columns import int_column as _int
+from rollbook.ledger.columns import slot_columns as _slot
+from rollbook.ledger.columns import table as _table
+from rollbook.ledger.columns import text_column as _text
 
-metadata = MetaData(
-    naming_convention={
-        "pk": "pk_%(table_name)s", "ck": "ck_%(table_name)s_%(constraint_name)s", "ix": "ix_%(table_name)s_%(column_0_name)s",
-    }
-)  # fmt: skip
-
-PARTITIONED = ("prompt_group", "slot", "sample", "payload", "verdict", "plan_item")
-"""Tables that PostgreSQL partitions by RANGE (ordinal); a partition is named ``<table>_p<first>_<end>``."""
-
-
-def _among(column: str, values: object) -> str:
-    return f"{column} IN ({', '.join(repr(v.value) for v in values)})"  # type: ignore[attr-defined]
-
-
-def _table(name: str, *parts: Any, key: tuple[str, ...], small: bool = False) -> Table:
-    """A table whose primary key is (run_id, *key). ``small`` rows live in their key's B-tree on SQLite."""
-    options: dict[str, Any] = {"sqlite_with_rowid": False} if small else {}
-    if name in PARTITIONED:
-        options["postgresql_partition_by"] = "RANGE (ordinal)"
-    run_id = Column("run_id", String(200), nullable=False)
-    return Table(name, metadata, run_id, *parts, PrimaryKeyConstraint("run_id", *key), **options)
-
-
-def _int(name: str, nullable: bool = False) -> Column[Any]:
-    return Column(name, BigInteger, nullable=nullable)
-
-
-def _text(name: str, nullable: bool = False) -> Column[Any]:
-    return Column(name, Text, nullable=nullable)
-
-
-def _slot() -> tuple[Column[Any], Column[Any]]:
-    return _int("ordinal"), Column("sibling", Integer, nullable=False)
-
+__all__ = ["PARTITIONED", "metadata"]
 
 run = _table(
     "run",
@@ -99,6 +66,44 @@ config_revision = _table(
     ForeignKeyConstraint(["run_id"], ["run.run_id"], name="fk_config_revision_run"),
     key=("revision",),
 )
+
+retention = _table(
+    "retention",
+    _int("low_watermark"),
+    Column("replayable_from", Integer, nullable=False),
+    _text("totals_json"),
+    _int("moved_at_us"),
+    CheckConstraint("low_watermark >= 0 AND replayable_from >= 1", name="ranges"),
+    ForeignKeyConstraint(["run_id"], ["run.run_id"], name="fk_retention_run"),
+    key=(),
+)
+"""One row for a run whose rows expire: groups below ``low_watermark`` are gone or going, and with them every step before
+``replayable_from``. ``totals_json`` holds what was counted in them."""
+
+expired_range = _table(
+    "expired_range",
+    _int("first_ordinal"),
+    _int("end_ordinal"),
+    Column("checkpoint_step", Integer, nullable=False),
+    Column("last_step", Integer, nullable=False),
+    _int("n_groups"),
+    _int("n_closed"),
+    _int("n_refills"),
+    _int("n_slots"),
+    _int("n_samples"),
+    _int("n_applied"),
+    _int("n_verdicts"),
+    _int("n_tokens"),
+    Column("state", String(20), nullable=False),
+    _int("expired_at_us"),
+    CheckConstraint("first_ordinal >= 0 AND first_ordinal < end_ordinal", name="ranges"),
+    CheckConstraint("n_groups = end_ordinal - first_ordinal", name="whole"),
+    CheckConstraint("last_step <= checkpoint_step", name="behind_checkpoint"),
+    CheckConstraint("state IN ('deleting', 'gone')", name="state"),
+    ForeignKeyConstraint(["run_id"], ["run.run_id"], name="fk_expired_range_run"),
+    key=("first_ordinal",),
+)
+"""What a range of groups held when it was let go, under which checkpoint; the ranges are gapless from 0."""
 
 lineage = _table(
     "lineage",

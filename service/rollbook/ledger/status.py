@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from rollbook.core.errors import UnknownSlot
 from rollbook.core.records import Blame, FinishReason, PlanOutcome, SlotKey
+from rollbook.core.settings import RetentionConfig
 from rollbook.core.staleness import fixed_ordinals
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import pairs
+from rollbook.ledger.base import Kept, again_on_conflict, load_kept, pairs
+from rollbook.ledger.expired import add_rows, load_totals, range_sums, sum_by_name
 from rollbook.ledger.tools import Tools
 
 RATE_WINDOW_S = 60
@@ -23,11 +26,19 @@ WORKERS_SHOWN = 256
 HISTORY_ROWS = 1000
 SUBMIT_OUTCOMES = ("replayed", "conflict", "fenced", "refused", "invalid")
 SILENT_EVENTS = ("lease_expired",)
+SLOTS_GONE = {"issued": "slots", "applied": "applied", "verdicts": "verdicts"}
+GROUPS_GONE = {"issued": "groups", "refilled": "refills"}
+"""Counts that go on counting what was let go, and the sums over ``expired_range`` that they take it from."""
 
 
 class Status(Tools):
     """Verbs that only look."""
 
+    _retention: RetentionConfig
+    _rounds: int = 0
+    """Rounds of retention that this server has made."""
+
+    @again_on_conflict
     def run_status(self) -> dict[str, Any]:
         """The run at a glance; keys as ``LedgerPort.run_status`` lists them."""
         run = self.run
@@ -36,6 +47,8 @@ class Status(Tools):
             now_us = self._database.now_us(conn)
             head = self._head(conn)
             finished = self._step_rows(conn, lineage, 1, newest=True)
+            gone, kept = range_sums(conn, run.run_id), load_kept(conn, run.run_id)
+            totals = load_totals(conn, run.run_id)
             steps = self._steps(conn, lineage)
             state = {
                 "run_id": run.run_id,
@@ -44,13 +57,16 @@ class Status(Tools):
                 "schedule": run.rules.schedule.value,
                 "steps": steps | {"published": head.version if head else 0},
                 "head": {"version": head.version, "digest": head.digest} if head else None,
-                "slots": self._slot_counts(conn, lineage, steps["checkpoint"]),
-                "groups": self._group_totals(conn, lineage),
+                "slots": _and_gone(self._slot_counts(conn, lineage, steps["checkpoint"], kept), gone, SLOTS_GONE),
+                "groups": _and_gone(self._group_totals(conn, lineage, kept), gone, GROUPS_GONE),
                 "forks": [dataclasses.asdict(line) for line in self._lineages if line.parent is not None],
-                "verdicts": self._counts(conn, t.verdict, t.verdict.c.kind),
-                "failures": self._failures(conn),
-                "submits": self._submits(conn),
-                "tokens": {"accepted": self._scalar(conn, sa.func.coalesce(sa.func.sum(t.sample.c.n_tokens), 0), t.sample)},
+                "verdicts": sum_by_name(
+                    totals.get("verdicts", {}), self._counts(conn, t.verdict, t.verdict.c.kind, *_kept(t.verdict, kept))
+                ),
+                "failures": self._failures(conn, totals.get("events", {})),
+                "submits": self._submits(conn, totals.get("events", {}), gone["samples"], kept),
+                "tokens": {"accepted": gone["tokens"] + self._scalar(
+                    conn, sa.func.coalesce(sa.func.sum(t.sample.c.n_tokens), 0), t.sample, *_kept(t.sample, kept))},
                 "cursor": pairs(
                     conn.execute(sa.select(t.cursor.c.stream, t.cursor.c.next_ordinal).where(t.cursor.c.run_id == run.run_id))
                 ),
@@ -60,12 +76,18 @@ class Status(Tools):
                 "last_step": finished[0] if finished else None,
                 "draining": self._draining,
                 "paused": self._pause_reason(conn, steps["planned"] + 1),
-                "failed_attempts": self._failed_attempts(conn),
+                "failed_attempts": self._failed_attempts(conn, totals.get("failures", []), kept),
                 "breaker": self._breaker_shown(conn, now_us),
-                "members": self._members(conn, lineage),
+                "database": self._database.condition(conn),
+                "members": sum_by_name(totals.get("members", {}), self._members(conn, lineage, *_kept(t.plan_item, kept))),
+                "retention": {
+                    "enabled": self._retention.enabled, "rounds": self._rounds, **dataclasses.asdict(kept),
+                    "groups": gone["groups"], "slots": gone["slots"], "events": sum(totals.get("events", {}).values()),
+                },
             }  # fmt: skip
         state["writer"] = {
             "commits": self._writer.commits, "operations": self._writer.operations, "waiting": self._writer.queue_depth(),
+            "conflicts": self._writer.conflicts,
         }  # fmt: skip
         return state
 
@@ -82,8 +104,9 @@ class Status(Tools):
     def _count(self, conn: sa.Connection, table: sa.Table, *where: Any) -> int:
         return self._scalar(conn, sa.func.count(), table, *where)
 
-    def _counts(self, conn: sa.Connection, table: sa.Table, column: Any) -> dict[str, int]:
-        query = sa.select(column, sa.func.count()).where(table.c.run_id == self.run.run_id).group_by(column).order_by(column)
+    def _counts(self, conn: sa.Connection, table: sa.Table, column: Any, *where: Any) -> dict[str, int]:
+        query = sa.select(column, sa.func.count()).where(table.c.run_id == self.run.run_id, *where)
+        query = query.group_by(column).order_by(column)
         return {str(name): int(n) for name, n in conn.execute(query)}
 
     def _steps(self, conn: sa.Connection, lineage: int) -> dict[str, int]:
@@ -103,8 +126,8 @@ class Status(Tools):
             "checkpoint": committed[0].step if committed else 0,
         }
 
-    def _slot_counts(self, conn: sa.Connection, lineage: int, checkpoint: int) -> dict[str, int]:
-        """Slots by derived state; together they are what was issued (P7)."""
+    def _slot_counts(self, conn: sa.Connection, lineage: int, checkpoint: int, kept: Kept) -> dict[str, int]:
+        """Slots of kept groups by derived state; together they are what was issued (P7)."""
         s, v, i, lease, slot = t.sample.c, t.verdict.c, t.plan_item.c, t.lease.c, t.slot.c
         along = self._along(i.lineage, i.step, lineage)
 
@@ -114,30 +137,30 @@ class Status(Tools):
         untouched = [~sa.exists().where(other(slot, o)) for o in (s, v)]
         held = sa.exists().where(other(slot, lease), lease.incarnation.is_not(None))
         return {
-            "issued": self._count(conn, t.slot),
-            "pending": self._count(conn, t.slot, *untouched, ~held),
+            "issued": self._count(conn, t.slot, *_kept(t.slot, kept)),
+            "pending": self._count(conn, t.slot, *untouched, ~held, *_kept(t.slot, kept)),
             "leased": self._count(conn, t.lease, lease.incarnation.is_not(None)),
             "submitted": self._count(
-                conn, t.sample, ~sa.exists().where(other(s, v)), ~sa.exists().where(other(s, i), along)
+                conn, t.sample, ~sa.exists().where(other(s, v)), ~sa.exists().where(other(s, i), along), *_kept(t.sample, kept)
             ),
-            "planned": self._count(conn, t.plan_item, along, i.step > checkpoint),
-            "applied": self._count(conn, t.plan_item, along, i.step <= checkpoint),
-            "verdicts": self._count(conn, t.verdict),
+            "planned": self._count(conn, t.plan_item, along, i.step > checkpoint, *_kept(t.plan_item, kept)),
+            "applied": self._count(conn, t.plan_item, along, i.step <= checkpoint, *_kept(t.plan_item, kept)),
+            "verdicts": self._count(conn, t.verdict, *_kept(t.verdict, kept)),
         }  # fmt: skip
 
-    def _group_totals(self, conn: sa.Connection, lineage: int) -> dict[str, int]:
-        p = t.plan.c
+    def _group_totals(self, conn: sa.Connection, lineage: int, kept: Kept) -> dict[str, int]:
+        p, here = t.plan.c, _kept(t.prompt_group, kept)
         return {
-            "issued": self._count(conn, t.prompt_group),
+            "issued": self._count(conn, t.prompt_group, *here),
             "opened": max(self._frontier(conn).ordinal + 1, self._watermark),
             "planned": self._scalar(
                 conn, sa.func.coalesce(sa.func.sum(p.n_groups), 0), t.plan, self._along(p.lineage, p.step, lineage)
             ),
-            "refilled": self._count(conn, t.prompt_group, t.prompt_group.c.refills.is_not(None)),
+            "refilled": self._count(conn, t.prompt_group, t.prompt_group.c.refills.is_not(None), *here),
         }
 
-    def _failures(self, conn: sa.Connection) -> dict[str, int]:
-        """Failed attempts by reported reason; a silent worker's as ``lease_expired``."""
+    def _failures(self, conn: sa.Connection, gone: Mapping[str, int]) -> dict[str, int]:
+        """Failed attempts by reported reason; a silent worker's as ``lease_expired``, one let go without its reason."""
         e = t.event.c
         out: dict[str, int] = {}
         query = (
@@ -150,16 +173,21 @@ class Status(Tools):
             name = f"{detail['status']}: {detail['reason']}"[:120]
             out[name] = out.get(name, 0) + int(n)
         for kind in SILENT_EVENTS:
-            if n := self._count(conn, t.event, e.kind == kind):
+            if n := self._count(conn, t.event, e.kind == kind) + gone.get(kind, 0):
                 out[kind] = n
+        if n := gone.get("failure_reported", 0):
+            out["expired"] = n
         return dict(sorted(out.items()))
 
-    def _failed_attempts(self, conn: sa.Connection) -> list[dict[str, Any]]:
+    def _failed_attempts(self, conn: sa.Connection, gone: Sequence[Mapping[str, Any]], kept: Kept) -> list[dict[str, Any]]:
         """Attempts without a sample by what happened and whose failure it was."""
         f = t.failure.c
         by = (f.status, f.sandbox_status, f.blame)
-        query = sa.select(*by, sa.func.count()).where(f.run_id == self.run.run_id).group_by(*by).order_by(*by)
-        return [{"status": a, "sandbox_status": b, "blame": c, "n": int(n)} for a, b, c, n in conn.execute(query)]
+        here = (f.run_id == self.run.run_id, *_kept(t.failure, kept))
+        query = sa.select(*by, sa.func.count()).where(*here).group_by(*by).order_by(*by)
+        rows = [{"status": a, "sandbox_status": b, "blame": c, "n": int(n)} for a, b, c, n in conn.execute(query)]
+        names = ("status", "sandbox_status", "blame")
+        return add_rows([{**{n: row[n] for n in names}, "n": row["attempts"]} for row in gone], rows, names) if gone else rows
 
     def _breaker_shown(self, conn: sa.Connection, now_us: int) -> dict[str, Any]:
         state = self._breaker(conn)
@@ -189,7 +217,7 @@ class Status(Tools):
         ).scalar_one()
         return {"usable": int(usable), "policy_failed": int(failed), "infra_failed": int(slots) - int(usable)}
 
-    def _submits(self, conn: sa.Connection) -> dict[str, int]:
+    def _submits(self, conn: sa.Connection, gone: Mapping[str, int], samples_gone: int, kept: Kept) -> dict[str, int]:
         e = t.event.c
         kinds = pairs(
             conn.execute(
@@ -198,7 +226,8 @@ class Status(Tools):
                 .group_by(e.kind)
             )
         )  # fmt: skip
-        counts = {"accepted": self._count(conn, t.sample)}
+        kinds = sum_by_name(kinds, gone)
+        counts = {"accepted": samples_gone + self._count(conn, t.sample, *_kept(t.sample, kept))}
         counts |= {outcome: kinds.get(f"submit_{outcome}", 0) for outcome in SUBMIT_OUTCOMES}
         return counts | {"salvaged": kinds.get("sample_salvaged", 0)}
 
@@ -245,6 +274,7 @@ class Status(Tools):
         ).one()  # fmt: skip
         return {"samples_per_s": round(n / window_s, 3), "tokens_per_s": round(int(tokens) / window_s, 3)}
 
+    @again_on_conflict
     def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict[str, Any]]:
         """Metrics stored with finished plans along the ancestry, one dict per step in order."""
         with self._read() as conn:
@@ -262,13 +292,15 @@ class Status(Tools):
             for r in conn.execute(query)
         ]
 
+    @again_on_conflict
     def explain(self, key: SlotKey) -> dict[str, Any]:
         """The whole story of one rollout in order: issue, leases, failures, tool calls, sample, plan, step, checkpoint.
 
         Returns scalars for a summary and ``history``: entries with ``at_s``, ``what`` and the ids that matter.
-        Raises: UnknownSlot.
+        Raises: UnknownSlot, Expired.
         """
         run_id, slot, g = self.run.run_id, t.slot.c, t.prompt_group.c
+        self._refuse_expired(key.ordinal)
         with self._read() as conn:
             seed = conn.execute(
                 sa.select(slot.seed).where(slot.run_id == run_id, slot.ordinal == key.ordinal, slot.sibling == key.sibling)
@@ -405,3 +437,12 @@ class Status(Tools):
             c, first = t.lineage.c, min(r.lineage for r in rows)
             for fork in conn.execute(sa.select(t.lineage).where(c.run_id == run_id, c.lineage > first)):
                 history.append((fork.created_at_us, {"what": "lineage_forked", "lineage": fork.lineage, "step": fork.fork_step}))
+
+
+def _kept(table: sa.Table, kept: Kept) -> tuple[Any, ...]:
+    """Condition on the rows of a table that are not in a group that is gone, or going."""
+    return () if kept.low_watermark == 0 else (table.c.ordinal >= kept.low_watermark,)
+
+
+def _and_gone(counts: dict[str, int], gone: Mapping[str, int], names: Mapping[str, str]) -> dict[str, int]:
+    return counts | {name: counts[name] + gone[of] for name, of in names.items()}

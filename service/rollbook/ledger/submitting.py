@@ -20,6 +20,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from rollbook.core.bounds import INT32_MAX
 from rollbook.core.errors import InvalidRequest
 from rollbook.core.idempotency import payload_digest
 from rollbook.core.records import (
@@ -158,6 +159,8 @@ class Submitting(Leasing):
         return [r for r in results if r is not None]
 
     def _check(self, item: Submission) -> tuple[str, int, int]:
+        if not 0 <= item.key.sibling <= INT32_MAX:
+            return f"the run has no slot {item.key}", 0, 0
         given = item.reward_status is RewardStatus.GIVEN
         if given != (item.reward is not None):
             return f"reward {item.reward!r} with status {item.reward_status.value!r}: a value goes with 'given' only", 0, 0
@@ -250,6 +253,8 @@ class Submitting(Leasing):
     def _judge(self, view: _View, c: _Checked, now_us: int) -> tuple[SubmitOutcome, str, Any]:
         """(outcome, reason, lease row). An accepted sample with a reason is a salvaged one."""
         item, key = c.item, c.item.key
+        if key.ordinal < (low := self._kept.low_watermark):
+            return SubmitOutcome.REFUSED, f"slot {key} is below the low watermark {low}: it ended and was let go", None
         if key not in view.known:
             return SubmitOutcome.INVALID, f"the run has no slot {item.key}", None
         if (stored := view.samples.get(key)) is not None:

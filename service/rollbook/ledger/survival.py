@@ -20,7 +20,9 @@ import sqlalchemy as sa
 from rollbook.core.records import PlanOutcome, VerdictKind
 from rollbook.core.survival import UNKNOWN, octave_names
 from rollbook.ledger import schema as t
+from rollbook.ledger.base import again_on_conflict, load_kept
 from rollbook.ledger.breaker import CLOSED, OPENED
+from rollbook.ledger.expired import OTHER, TASKS_SHOWN, UNNAMED, add_totals, load_totals
 from rollbook.ledger.status import Status
 
 WAITING = "waiting"
@@ -30,11 +32,9 @@ DROPS = (*(kind.value for kind in VerdictKind), SKIPPED, NO_REWARD)
 """Ways to leave without being trained: a verdict, a skipped step, a place in a plan without a reward."""
 
 PASS = 0.5
-TASKS_SHOWN = 16
 TASK_CHARS_MAX = 64
 TASK_KEYS = ("data_source", "environment", "task", "task_id")
 """Fields of a task that name its kind; the first that is there and is text counts."""
-UNNAMED, OTHER = "unnamed", "other"
 WORKERS_LOOKED_AT = 256
 BREAKER_EVENTS_SHOWN = 32
 
@@ -55,25 +55,39 @@ def _steps(value: Any, ends: Sequence[float]) -> Any:
 class Survival(Status):
     """The verb about drop bias."""
 
+    @again_on_conflict
     def survival(self) -> dict[str, Any]:
         """Opened slots by dimension and bucket; keys as ``LedgerPort.survival`` lists them."""
         with self._read() as conn:
-            slots = self._slots_with_ends()
-            dimensions = {
-                name: self._rows(conn, slots, bucket, names)
-                for name, (bucket, names) in self._fixed_buckets(slots).items()
-            }
-            dimensions["task"] = self._task_rows(conn, slots)
+            run_id = self.run.run_id
+            kept = self._totals_of(conn, load_kept(conn, run_id).low_watermark, None)
+            all_of_it = add_totals(load_totals(conn, run_id), kept, named_buckets())
             return {
-                **_totals(dimensions["length"]),
-                "dimensions": dimensions,
-                "failures": self._failures_by_kind(conn),
-                "outcomes": self._sample_outcomes(conn),
+                **_totals(all_of_it["dimensions"]["length"]),
+                "dimensions": all_of_it["dimensions"],
+                "failures": all_of_it["failures"],
+                "outcomes": all_of_it["outcomes"],
                 "breaker": self._breaker_events(conn),
                 "unsafe_workers": self._unsafe_workers(conn),
             }
 
-    def _slots_with_ends(self) -> sa.Subquery:
+    def _totals_of(self, conn: sa.Connection, first: int, end: int | None) -> dict[str, Any]:
+        """What is counted in the groups from ``first`` to ``end`` (None: the newest), as ``retention.totals_json`` has it."""
+        slots = self._slots_with_ends(first, end)
+        dimensions = {
+            name: self._rows(conn, slots, bucket, names) for name, (bucket, names) in self._fixed_buckets(slots).items()
+        }
+        dimensions["task"] = self._task_rows(conn, slots)
+        i = t.plan_item.c
+        return {
+            "dimensions": dimensions,
+            "failures": self._failures_by_kind(conn, first, end),
+            "outcomes": self._sample_outcomes(conn, first, end),
+            "verdicts": self._counts(conn, t.verdict, t.verdict.c.kind, *_between(t.verdict.c, first, end)),
+            "members": self._members(conn, self._newest_lineage(), *_between(i, first, end)),
+        }
+
+    def _slots_with_ends(self, first: int, end_ordinal: int | None) -> sa.Subquery:
         """One row per opened slot: what is known of it, and what became of it along the newest ancestry."""
         run_id = self.run.run_id
         e, s, v, i, o = t.event.c, t.sample.c, t.verdict.c, t.plan_item.c, t.plan_outcome.c
@@ -107,7 +121,8 @@ class Survival(Status):
             .outerjoin(t.plan_item, sa.and_(same_slot(i), self._along(i.lineage, i.step, self._newest_lineage())))
             .outerjoin(t.plan_outcome, sa.and_(o.run_id == run_id, o.lineage == i.lineage, o.step == i.step))
             .outerjoin(f, sa.and_(f.c.ordinal == e.ordinal, f.c.sibling == e.sibling))
-            .where(e.run_id == run_id, e.kind == "lease_granted", e.token == 1)  # every slot's first lease, and only that
+            # Every slot's first lease, and only that.
+            .where(e.run_id == run_id, e.kind == "lease_granted", e.token == 1, *_between(e, first, end_ordinal))
             .subquery("opened")
         )  # fmt: skip
 
@@ -164,23 +179,23 @@ class Survival(Status):
             if row["opened"] or row["bucket"] in names
         ]  # fmt: skip
 
-    def _failures_by_kind(self, conn: sa.Connection) -> list[dict[str, Any]]:
+    def _failures_by_kind(self, conn: sa.Connection, first: int, end: int | None) -> list[dict[str, Any]]:
         f = t.failure.c
         kind = (f.status, f.sandbox_status, f.blame)
         rows = conn.execute(
             sa.select(*kind, sa.func.count(), sa.func.coalesce(sa.func.sum(f.n_tokens), 0))
-            .where(f.run_id == self.run.run_id).group_by(*kind).order_by(*kind)
+            .where(f.run_id == self.run.run_id, *_between(f, first, end)).group_by(*kind).order_by(*kind)
         )  # fmt: skip
         names = ("status", "sandbox_status", "blame", "attempts", "n_tokens")
         return [dict(zip(names, (*row[:3], int(row[3]), int(row[4])), strict=True)) for row in rows]
 
-    def _sample_outcomes(self, conn: sa.Connection) -> list[dict[str, Any]]:
+    def _sample_outcomes(self, conn: sa.Connection, first: int, end: int | None) -> list[dict[str, Any]]:
         """Accepted samples whose program or tools failed."""
         s = t.sample.c
         kind = (s.reward_status, s.sandbox_status, s.blame)
         rows = conn.execute(
             sa.select(*kind, sa.func.count())
-            .where(s.run_id == self.run.run_id, s.blame.is_not(None)).group_by(*kind).order_by(*kind)
+            .where(s.run_id == self.run.run_id, s.blame.is_not(None), *_between(s, first, end)).group_by(*kind).order_by(*kind)
         )  # fmt: skip
         return [dict(zip(("status", "sandbox_status", "blame", "samples"), (*row[:3], int(row[3])), strict=True)) for row in rows]
 
@@ -199,6 +214,15 @@ class Survival(Status):
             .limit(WORKERS_LOOKED_AT)
         )
         return sum(_is_unsafe(labels_json) for (labels_json,) in rows)
+
+
+def named_buckets() -> dict[str, Sequence[str]]:
+    """Names of the known buckets of every dimension whose buckets are fixed."""
+    return dict(BUCKETS)
+
+
+def _between(c: Any, first: int, end: int | None) -> tuple[Any, ...]:
+    return (c.ordinal >= first,) if end is None else (c.ordinal >= first, c.ordinal < end)
 
 
 def _is_unsafe(labels_json: str) -> bool:

@@ -15,7 +15,7 @@ from rollbook.core.packing import unpack_i32
 from rollbook.core.records import SlotKey, ToolCall, Trajectory
 from rollbook.ledger import schema as t
 from rollbook.ledger.forking import Forking
-from rollbook.ledger.submitting import orphan_reason, pack_versions, unpack_versions
+from rollbook.ledger.submitting import check_trajectory, orphan_reason, pack_versions, unpack_versions
 from rollbook.ledger.writer import Txn
 
 
@@ -29,6 +29,8 @@ class Tools(Forking):
         left the turns before the call behind), UnknownSlot, InvalidRequest (an answer without a recorded call, or a gap in the
         call indices).
         """
+
+        self._check_prefix(call)
 
         def record(txn: Txn) -> ToolCall | Conflict:
             lineage = self._check_holder(txn.conn, call.key, lease_token)
@@ -57,6 +59,15 @@ class Tools(Forking):
             raise result  # after COMMIT: the conflict itself is counted
         return result
 
+    def _check_prefix(self, call: ToolCall) -> None:
+        """Refuse a trajectory that could not be gone on from; a call before the first token has an empty one."""
+        p = call.prefix
+        if not (p.token_ids or p.logprobs or p.versions or p.loss_mask):
+            return
+        reason, oldest, _ = check_trajectory(p, self.rules.tokens_max, self._payload_bytes_max)
+        if reason or oldest < 0:
+            raise InvalidRequest(f"call {call.call_index} of slot {call.key}: {reason or 'a version is negative'}")
+
     def _check_holder(self, conn: sa.Connection, key: SlotKey, lease_token: int) -> int:
         """The lineage of the slot's newest lease. Raises Fenced (another token's), UnknownSlot."""
         c = t.lease.c
@@ -66,6 +77,7 @@ class Tools(Forking):
         if row is not None and token == lease_token:
             return int(row.lineage)
         if token is None and not self._slot_exists(conn, key):
+            self._refuse_expired(key.ordinal)
             raise UnknownSlot(f"the run has no slot {key}")
         raise Fenced(f"lease token {lease_token} of slot {key} is not the newest ({token}); stop this rollout")
 
@@ -78,8 +90,11 @@ class Tools(Forking):
             )
         p = call.prefix
         fork = self._fork_dropping(lineage)
-        if p.n_tokens and fork is not None and (newest := max(unpack_i32(p.versions))) > fork:
+        newest = max(unpack_i32(p.versions)) if p.n_tokens else 0
+        if fork is not None and newest > fork:
             raise Fenced(f"slot {call.key}: {orphan_reason(lineage, newest, fork)}; stop this rollout")
+        if (head := self._version(txn.conn, lineage, None)) is None or newest > head.version:
+            raise InvalidRequest(f"slot {call.key}: version {newest} of lineage {lineage} is not published")
         txn.conn.execute(
             sa.insert(t.tool_call).values(
                 run_id=self.run.run_id,
@@ -105,7 +120,8 @@ class Tools(Forking):
         return list(conn.execute(sa.select(t.tool_call).where(*where).order_by(c.call_index)).all())
 
     def tool_calls(self, key: SlotKey) -> list[ToolCall]:
-        """Recorded calls of a slot in order of call index. Raises UnknownSlot."""
+        """Recorded calls of a slot in order of call index. Raises UnknownSlot, Expired."""
+        self._refuse_expired(key.ordinal)
         with self._read() as conn:
             rows = self._tool_rows(conn, key)
             if not rows and not self._slot_exists(conn, key):
@@ -118,5 +134,5 @@ def _tool_call_of(row: Any, response_json: str | None = None) -> ToolCall:
     prefix = Trajectory(row.token_ids, row.logprobs, unpack_versions(row.versions, n) if n else b"", row.loss_mask)
     return ToolCall(
         SlotKey(row.ordinal, row.sibling), row.call_index, row.request_digest, prefix, row.tool, row.request_json,
-        response_json or row.response_json,
+        row.response_json if response_json is None else response_json,
     )  # fmt: skip

@@ -3,7 +3,8 @@
 Owns the only path by which anything is written: a bounded queue of operations of which up to ``group_commit_max`` share one
 durable COMMIT. Never acknowledges before that COMMIT (P1) and never writes past a newer epoch (P8): the guard reads the
 server's fence row inside each transaction (R12). Sources: sqlite.org/lang_savepoint.html; sqlite.org/lang_transaction.html
-(after disk-full and I/O errors SQLite may already have rolled back, so ``in_transaction`` is looked at first).
+(after disk-full and I/O errors SQLite may already have rolled back, so ``in_transaction`` is looked at first);
+postgresql.org/docs/current/mvcc-serialization-failure-handling.html (what may be run again).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook.core.errors import DeadlineExceeded, RollbookError, ServerFenced, StorageFull, Unavailable
 from rollbook.core.host import host
-from rollbook.ledger.dialects import Database, translate
+from rollbook.ledger.dialects import Database, is_conflict, translate
 from rollbook.observe.failpoints import FailpointRaised, failpoint
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 QUEUE_MAX = 4096
 ENQUEUE_WAIT_S = 5.0
 ANSWER_WAIT_S = 120.0
+CONFLICT_RETRIES_MAX = 3
+"""Further attempts of a group that PostgreSQL broke off in favour of another transaction."""
+CONFLICT_WAIT_S = 0.05
+"""Wait before the first of them; twice as long before each next one."""
 
 
 @dataclass(slots=True)
@@ -87,6 +92,8 @@ class Writer:
         """Reads the fence row and the clock inside the transaction; raises ServerFenced."""
         self.commits = 0
         self.operations = 0
+        self.conflicts = 0
+        """Attempts broken off by a deadlock or a serialization failure and made again."""
         self._thread = host().thread(self._loop, "ledger-writer")
         self._thread.start()
 
@@ -153,22 +160,38 @@ class Writer:
                 late.future.set_exception(Unavailable("the ledger is closed; connect to its successor"))
 
     def _commit_group(self, group: list[_Operation]) -> None:
-        failed: list[tuple[_Operation, BaseException]] = []
+        for attempt in range(CONFLICT_RETRIES_MAX + 1):
+            failed: list[tuple[_Operation, BaseException]] = []
+            try:
+                done = self._transact(group, failed)
+                break
+            except Exception as error:  # noqa: BLE001  thread boundary: whatever happened, nobody is acknowledged
+                if attempt == CONFLICT_RETRIES_MAX or not is_conflict(error):
+                    self._fail(group, error)
+                    return
+                self.conflicts += 1
+                log.info("run again after a conflict: %s", error, extra={"event": "conflict_retried", "attempt": attempt + 1})
+                self._drop_connection()
+                host().sleep(CONFLICT_WAIT_S * 2**attempt)
+        self._answer(done, failed)
+
+    def _transact(self, group: list[_Operation], failed: list[tuple[_Operation, BaseException]]) -> list[_Done]:
+        """One attempt at the whole group, COMMIT included; ``failed`` gets the operations that refused by themselves."""
         done: list[_Done] = []
-        try:
-            conn = self._connection()
-            conn.begin()
-            now_us = self.guard(conn)
-            for batch in _merge(group):
-                done += self._apply(conn, now_us, batch, failed, alone=len(group) == 1)
-            failpoint("ledger.before_commit")
-            self._commit(conn, bool(done))
-            failpoint("ledger.after_commit")
-        except Exception as error:  # noqa: BLE001  thread boundary: whatever happened, nobody is acknowledged
-            self._fail(group, error)
-            return
+        conn = self._connection()
+        conn.begin()
+        now_us = self.guard(conn)
+        for batch in _merge(group):
+            done += self._apply(conn, now_us, batch, failed, alone=len(group) == 1)
+        failpoint("ledger.before_commit")
+        self._commit(conn, bool(done))
+        failpoint("ledger.after_commit")
+        return done
+
+    def _answer(self, done: list[_Done], failed: list[tuple[_Operation, BaseException]]) -> None:
         rings: set[str] = set()
         for part in done:
+            self.operations += len(part.operations)
             rings |= part.txn.rings
             for callback in part.txn.after_commit:
                 callback()
@@ -188,7 +211,7 @@ class Writer:
             return
         if not self._database.in_transaction(conn):
             raise Unavailable("the storage gave the transaction up before COMMIT; nothing was acknowledged")
-        conn.commit()
+        self._database.commit(conn)
         self.commits += 1
 
     def _apply(
@@ -217,7 +240,6 @@ class Writer:
             return [part for one in batch for part in self._apply(conn, now_us, [one], failed, alone=False)]
         if not alone:
             conn.exec_driver_sql("RELEASE SAVEPOINT operation")
-        self.operations += len(batch)
         return [_Done(batch, results, txn)]
 
     def _fail(self, group: list[_Operation], error: Exception) -> None:

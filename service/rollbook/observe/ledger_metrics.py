@@ -70,6 +70,7 @@ class LedgerCollector:
             _gauge("rollbook_ledger_readable", readable, (), [((), 1)]),
             *survival_metrics(counts, dimensions),
             *failure_metrics(counts, state),
+            *database_metrics(state),
         ]
 
 
@@ -117,6 +118,25 @@ def failure_metrics(counts: Mapping[str, Any], state: Mapping[str, Any]) -> list
     if (breaker := state.get("breaker")) is not None:
         made.append(_gauge("rollbook_breaker_state", "1 for the state the circuit breaker is in.", ("state",),
                            [((name,), int(name == breaker["state"])) for name in BREAKER_STATES]))  # fmt: skip
+    return made
+
+
+def database_metrics(state: Mapping[str, Any]) -> list[Metric]:
+    """What the database is asked to keep: dead rows and who holds them on PostgreSQL, groups let go, conflicts run again."""
+    made = []
+    if found := state.get("database"):
+        made += [
+            _gauge("rollbook_ledger_oldest_xmin_age", "Transactions begun since the oldest snapshot that somebody holds.", (),
+                   [((), found["oldest_xmin_age"])]),
+            _gauge("rollbook_ledger_dead_tuples", "Dead rows that no vacuum has removed yet.", (), [((), found["dead_tuples"])]),
+        ]  # fmt: skip
+    if retained := state.get("retention"):
+        made.append(_counter("rollbook_groups_expired", "Groups let go under [retention].", (), [((), retained["groups"])]))
+        low = [((), retained["low_watermark"])]
+        made.append(_gauge("rollbook_low_watermark", "Groups with smaller ordinals are gone.", (), low))
+    if writer := state.get("writer"):
+        conflicts = "Transactions that a deadlock or serialization failure broke off and this server ran again."
+        made.append(_counter("rollbook_ledger_conflicts", conflicts, (), [((), writer["conflicts"])]))
     return made
 
 

@@ -68,6 +68,11 @@ def status_lines(state: dict, config: Config) -> list[str]:
         "verdicts  " + (_counts(state["verdicts"]) or "none"),
         "failures  " + (_counts(state["failures"]) or "none"),
     ]
+    if (gone := state.get("retention", {})).get("groups"):
+        lines.append(
+            f"retention  {gone['groups']} groups let go  low watermark {gone['low_watermark']}  replayable from step "
+            f"{gone['replayable_from']}"
+        )
     lines += [_fork_line(fork) for fork in state.get("forks", [])]
     if state.get("paused"):
         lines.append(f"PAUSED  {state['paused']}")

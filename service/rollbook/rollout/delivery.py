@@ -23,6 +23,7 @@ from rollbook.core.records import (
     SubmitOutcome,
     SubmitResult,
 )
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.spool import Spool
 
@@ -44,6 +45,7 @@ def repeat_call(call: Callable[[], Answer], stop: threading.Event, unreachable_m
     started, pause_s = host().monotonic(), 0.1
     stopping_since: float | None = None
     while True:
+        progress.mark()
         try:
             return call()
         except RollbookError as error:

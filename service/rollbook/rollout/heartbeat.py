@@ -19,6 +19,9 @@ from rollbook.core.records import LeaseGrant, PolicyVersion, SlotKey
 
 log = logging.getLogger(__name__)
 
+MISSED_MAX = 3
+ANSWER_S = 10.0
+"""A worker is of no use once so many heartbeats and the time of one answer have passed without one."""
 TRUSTED_SHARE = 0.8
 """Share of a lease's TTL during which it is used without a further sign of the ledger."""
 
@@ -47,6 +50,7 @@ class Heartbeat:
         self._head: PolicyVersion | None = None
         self._draining = False
         self._failure: BaseException | None = None
+        self._answered_at = float("-inf")
         self._thread = host().thread(self._run, "heartbeat")
 
     def start(self) -> Heartbeat:
@@ -103,6 +107,13 @@ class Heartbeat:
         with self._lock:
             return self._draining
 
+    def wrong(self) -> str:
+        """Why this worker is of no use to the ledger now; empty while its beats are answered."""
+        if self._failure is not None:
+            return f"heartbeats have ended: {self._failure}"
+        silent_s = host().monotonic() - self._answered_at
+        return f"no heartbeat was answered for {silent_s:.0f} s" if silent_s > MISSED_MAX * self._interval_s + ANSWER_S else ""
+
     def raise_failure(self) -> None:
         """Raise what ended the thread, if anything did: without renewals no lease may be taken."""
         if self._failure is not None:
@@ -117,6 +128,7 @@ class Heartbeat:
         reply = self._client.heartbeat(
             self._incarnation, loaded, listed, wait_s=wait_s, known_version=known.version if known else -1
         )
+        self._answered_at = sent_at
         lost = set(reply.lost)
         with self._lock:
             self._head = reply.head or self._head

@@ -25,6 +25,7 @@ from rollbook.core.errors import ConfigError, NotReady, StaleWeights
 from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.ports import Generation, GenerationRequest, SamplingSettings
 from rollbook.core.records import FinishReason, Trajectory
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.model_files import ModelFiles, check_requests, check_shapes, tokens_bound
 from rollbook.rollout.weights import read_weights, weights_digest
@@ -71,8 +72,9 @@ class TransformersEngine:
         self._dtype, self._device = dtype, torch.device(device)
         transformers.utils.logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(
-            files.path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
-        )
+            files.path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True, use_safetensors=True,
+            trust_remote_code=False,
+        )  # fmt: skip
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._version: int | None = None
 
@@ -166,6 +168,7 @@ class TransformersEngine:
         live = torch.ones(batch, dtype=torch.bool, device=device)
         for t in range(n):
             failpoint("worker.mid_generate")
+            progress.mark()
             logp = (logits.double() / temperature).log_softmax(-1)
             tokens = choose(logp, rows, t)
             now = rows[live]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -24,6 +24,7 @@ from rollbook.core.errors import ConfigError, NotReady, RollbookError, StaleWeig
 from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.ports import Generation, GenerationRequest, SamplingSettings
 from rollbook.core.records import FinishReason, Trajectory
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.model_files import ModelFiles, check_requests, check_shapes, tokens_bound
 from rollbook.rollout.weights import read_weights, weights_digest
@@ -91,11 +92,12 @@ class VllmEngine:
             "dtype": worker.dtype, "max_model_len": worker.max_model_len, "max_num_seqs": worker.slots, "seed": seed,
             "enforce_eager": worker.enforce_eager, "enable_prefix_caching": False, "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm", "skip_tokenizer_init": True, "distributed_executor_backend": "uni",
-            "disable_log_stats": True,
+            "disable_log_stats": True, "trust_remote_code": False,
         }  # fmt: skip
         if worker.device == "cuda":
             self._settings["gpu_memory_utilization"] = worker.gpu_memory_fraction
         self._llm = vllm.LLM(model=str(files.path), **self._settings)
+        self._llm.llm_engine.step = _marking(self._llm.llm_engine.step)
         self._params = vllm.SamplingParams
         # One object per request instead of one per token, where the version has it.
         self._flat = "flat_logprobs" in _field_names(vllm.SamplingParams)
@@ -193,6 +195,16 @@ class VllmEngine:
         if self._version is None:
             raise NotReady("the engine holds no verified weights yet; load a version first")
         return self._version
+
+
+def _marking(step: Callable[[], Any]) -> Callable[[], Any]:
+    """An engine step that is a sign of life: a long batch is no hung one."""
+
+    def marked() -> Any:
+        progress.mark()
+        return step()
+
+    return marked
 
 
 def _generation(request: GenerationRequest, output: Any, version: int) -> Generation:

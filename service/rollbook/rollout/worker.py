@@ -32,6 +32,7 @@ from rollbook.core.records import (
     ScheduleKind,
     Submission,
 )
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.delivery import Delivery, repeat_call
 from rollbook.rollout.engines import make_engine
@@ -105,6 +106,7 @@ def run_worker(
         finally:
             beat.stop()
     finally:
+        progress.mark(progress.State.ENDING)
         judge.close()
         if engine is not None:
             engine.close()
@@ -142,6 +144,7 @@ class _Worker:
         """The loop; one turn is one lease call."""
         while not self.stop.is_set() and not self.beat.draining:
             self.beat.raise_failure()
+            progress.mark(progress.State.WAITING)
             if (newer := self._newer_head()) is not None:
                 self._load(newer)
             asked_at = host().monotonic()
@@ -155,6 +158,7 @@ class _Worker:
             elif reply.drain:
                 return
             else:
+                progress.finished("asked for slots, there was none to lease")
                 self.stop.wait(min(max(reply.retry_after_s, 0.02), self.config.ledger.heartbeat_s))
 
     def _newer_head(self) -> PolicyVersion | None:
@@ -188,6 +192,7 @@ class _Worker:
     def _load(self, version: PolicyVersion) -> None:
         """Load and prove a version; missing bytes are asked for again until ``VERSION_WAIT_S`` is over."""
         self._set_loaded(None)
+        progress.mark(progress.State.LOADING)
         try:
             load_verified(self.engine, version, self.config.run.dir, self.kind.probe_tolerance)
         except NotReady as error:
@@ -207,6 +212,7 @@ class _Worker:
     def _set_loaded(self, version: PolicyVersion | None) -> None:
         self.loaded = version
         self.beat.set_loaded(version)
+        progress.ready(version is not None, "no version of the policy is loaded", check=self.beat.wrong)
 
     def _work(self, grants: Sequence[LeaseGrant], asked_at: float) -> None:
         """Bring a batch of leased slots to samples or failures; while tools keep it waiting, more slots join it."""
@@ -215,12 +221,17 @@ class _Worker:
         try:
             self._take(grants, asked_at, episodes)
             while len(episodes) or self.refused:
+                progress.mark(progress.State.JUDGING if episodes.waiting else progress.State.GENERATING)
                 finished = episodes.advance()
                 outcomes = [*map(self._outcome, finished), *self.refused]
+                if outcomes:
+                    progress.mark(progress.State.WAITING)
                 self.refused = []
                 self.delivery.deliver([o for o in outcomes if isinstance(o, Submission)])
                 self.delivery.report([o for o in outcomes if isinstance(o, FailureReport)])
                 self.beat.release([f.grant for f in finished])
+                if outcomes:
+                    progress.finished(f"delivered {len(outcomes)} rollouts")
                 if episodes.waiting and self.judge.pure_tools and len(episodes) < self.kind.slots:
                     self._take_more(self.kind.slots - len(episodes), episodes)
             failpoint("worker.before_note_removed")

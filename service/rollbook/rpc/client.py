@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
 from rollbook.core.errors import InvalidRequest, RollbookError, TooLarge
@@ -44,7 +43,8 @@ from rollbook.core.records import (
     Violation,
 )
 from rollbook.rpc import convert
-from rollbook.rpc.connection import Connection, Dial, Retry
+from rollbook.rpc.connection import Connection, Retry
+from rollbook.rpc.credentials import STRANGER, Access, Dial
 from rollbook.v1 import ledger_service_pb2 as pb
 
 MESSAGE_BYTES_MAX = 64 << 20
@@ -64,21 +64,23 @@ class LedgerClient:
     """The ledger's verbs, called over the network; safe to share between threads.
 
     Args:
-        address: host:port, or a function that gives it (``rpc.address.address_in``); asked again for every new connection.
+        address: host:port, or a function that gives it or several (``rpc.address.addresses_in``); asked again for every new
+            connection.
         run_id: Run the caller belongs to; a server of another run refuses it.
         timeout_s: Deadline of one attempt; a long poll gets its wait on top.
         stream_timeout_s: Deadline of one attempt at the payload stream, which goes on where it broke.
         retry_total_s: Time from the first failure of a call after which it is given up.
         backoff_s, backoff_max_s: Bounds of the jittered wait between attempts.
-        dial: Opens a channel; left out, a plain gRPC one.
+        access: Who the caller is, and how it knows the server.
+        dial: Opens a channel in place of ``access``.
         max_message_bytes: Batches are split below it; a single item above it is refused here, before it is sent.
     """
 
     def __init__(
-        self, address: str | Callable[[], str], run_id: str, *, timeout_s: float = 10.0, stream_timeout_s: float = 60.0,
-        retry_total_s: float = 120.0, backoff_s: float = 0.1, backoff_max_s: float = 2.0,
+        self, address: str | Callable[[], str | Sequence[str]], run_id: str, *, timeout_s: float = 10.0,
+        stream_timeout_s: float = 60.0, retry_total_s: float = 120.0, backoff_s: float = 0.1, backoff_max_s: float = 2.0,
         max_message_bytes: int = MESSAGE_BYTES_MAX, clock: Clock | None = None, rng: random.Random | None = None,
-        dial: Dial | None = None,
+        access: Access = STRANGER, dial: Dial | None = None,
     ) -> None:  # fmt: skip
         self._run_id = run_id
         self._timeout_s = timeout_s
@@ -89,8 +91,8 @@ class LedgerClient:
         self._max_message_bytes = max_message_bytes
         self._clock = clock or host()
         self._rng = rng or host().rng()
-        provider = (lambda: address) if isinstance(address, str) else address
-        self._connection = Connection(provider, max_message_bytes, dial or grpc.insecure_channel)
+        provider: Callable[[], str | Sequence[str]] = (lambda: address) if isinstance(address, str) else address
+        self._connection = Connection(provider, max_message_bytes, access, dial)
 
     def close(self) -> None:
         """Close the connection; further calls raise."""
@@ -295,14 +297,13 @@ class LedgerClient:
         retry = self._retry(method)
         while True:
             try:
-                with self._connection.stub() as stub:
-                    return getattr(stub, method)(request, timeout=self._timeout_s + wait_s)
+                return self._connection.call(method, request, self._timeout_s + wait_s)
             except RollbookError as error:
                 retry.wait_or_raise(error)
 
     def _chunks(self, request: pb.PayloadsRequest) -> Iterator[pb.PayloadsResponse]:
-        with self._connection.stub() as stub:
-            stream = stub.Payloads(request, timeout=self._stream_timeout_s)
+        with self._connection.link() as link:
+            stream = link.call("Payloads", request, self._stream_timeout_s)
             try:
                 yield from stream
             finally:

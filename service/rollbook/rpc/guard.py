@@ -1,4 +1,4 @@
-"""What every call passes before and after its verb: deadline, run, role, error translation, metrics.
+"""What every call passes before and after its verb: rate, deadline, run, role, error translation, metrics.
 
 Owns the server interceptor. Never knows a verb. Upholds P8 (a server that lost its role answers nothing, R12: the role is
 looked at before the verb and again before its answer leaves) and P10 (no call without a bound).
@@ -9,19 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import grpc
 
-from rollbook.core.errors import InvalidRequest, RollbookError, ServerFenced, WrongRun
+from rollbook.core.errors import InvalidRequest, RollbookError, ServerFenced, Unavailable, WrongRun
 from rollbook.core.host import host
 from rollbook.observe.metrics import RPC_SECONDS
 from rollbook.rpc import status
+from rollbook.rpc.limits import Clients
 
 SERVICE = "rollbook.v1.LedgerService"
 DEADLINE_S_MAX = 3600.0
 """Longest deadline accepted; gRPC shows a missing one as one centuries ahead."""
+
+CheckOwn = Callable[[str, Any, grpc.ServicerContext], None]
+"""(method, request, context): refuses by raising what a caller may not do with this request."""
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +41,7 @@ class Standing:
         self.listeners: list[Callable[[], None]] = []
 
     def check(self) -> None:
-        """Raise ServerFenced when the role is lost."""
+        """Raise ServerFenced when the role is lost, Standby while nobody can say whether it is."""
         if not self.fenced and self._holds_role is not None and not self._holds_role():
             self.fence()
         if self.fenced:
@@ -49,8 +53,8 @@ class Standing:
             self.fence()
         try:
             self.check()
-        except ServerFenced as fenced:
-            return fenced
+        except Unavailable as instead:
+            return instead
         return error
 
     def fence(self) -> None:
@@ -68,9 +72,13 @@ class Standing:
 class Guard(grpc.ServerInterceptor):
     """Wraps every method of the ledger service; health and reflection pass untouched."""
 
-    def __init__(self, run_id: str, standing: Standing) -> None:
+    def __init__(
+        self, run_id: str, standing: Standing, clients: Clients | None = None, check_own: CheckOwn | None = None
+    ) -> None:
         self._run_id = run_id
         self._standing = standing
+        self._clients = clients
+        self._check_own = check_own
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
 
     def intercept_service(
@@ -113,8 +121,9 @@ class Guard(grpc.ServerInterceptor):
         started, outcome = host().monotonic(), "ok"
         failure: RollbookError | None = None
         try:
-            self._admit(request, context)
-            yield
+            with nullcontext() if self._clients is None else self._clients.call(context.peer()):
+                self._admit(method, request, context)
+                yield
         except GeneratorExit:
             outcome = "cancelled"
             raise
@@ -129,13 +138,14 @@ class Guard(grpc.ServerInterceptor):
                 outcome = type(failure).__name__
             RPC_SECONDS.labels(method, outcome).observe(host().monotonic() - started)
         if failure is not None:
-            context.set_trailing_metadata(status.metadata_of(failure))
-            context.abort(status.code_of(failure), status.message_of(failure))
+            status.end_with(context, failure)
 
-    def _admit(self, request: Any, context: grpc.ServicerContext) -> None:
+    def _admit(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
         remaining_s = context.time_remaining()
         if remaining_s is None or remaining_s > DEADLINE_S_MAX:
             raise InvalidRequest(f"set a deadline of at most {DEADLINE_S_MAX:.0f} s on the call; a call without one may hang")
+        if self._check_own is not None:
+            self._check_own(method, request, context)
         self._standing.check()
         if request.run_id != self._run_id:
             raise WrongRun(

@@ -1,30 +1,34 @@
 """The ledger server: a port, a pool of threads, health and reflection around one ``LedgerPort``.
 
-Owns starting and stopping. Never opens the ledger and never holds a rule: a call is guarded (``guard``), translated
-(``servicer``) and is one call of the ledger. Upholds P8: fenced, it answers nothing any more (R12).
-The transport is plain text; listen on loopback or inside a private network.
+Owns starting and stopping. Never opens the ledger and never holds a rule: a call is let in (``gate``, ``limits``), guarded
+(``guard``), translated (``servicer``) and is one call of the ledger. Upholds P8: fenced, it answers nothing any more (R12).
+Beyond loopback it speaks TLS and asks for tokens, or does not start.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollbook.core.errors import ConfigError, RollbookError, ServerFenced, Unavailable
+from rollbook.core.host import node_address
 from rollbook.core.ports import LedgerPort
+from rollbook.core.security import check_reach, load_grants
+from rollbook.core.settings import SecurityConfig
+from rollbook.rpc.credentials import server_credentials
+from rollbook.rpc.gate import Gate
 from rollbook.rpc.guard import SERVICE, Guard, Standing
+from rollbook.rpc.intake import Intake
+from rollbook.rpc.limits import Clients, Overload, Pool, Refusals
 from rollbook.rpc.servicer import LedgerServicer
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
-MESSAGE_BYTES_MAX = 64 << 20
-"""Largest message either side accepts."""
+CLEAR = SecurityConfig()
+"""No TLS and no tokens, which only loopback is good for."""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -49,6 +53,8 @@ class LedgerHealth(health.HealthServicer):
             self._standing.check()
         except ServerFenced:
             return False
+        except Unavailable:
+            return True  # not for good; whether the ledger answers is asked of it
         return True
 
     def _answers(self) -> bool:
@@ -66,9 +72,12 @@ class LedgerHealth(health.HealthServicer):
 class RunningServer:
     """A started server. ``address`` is what clients dial."""
 
-    def __init__(self, server: grpc.Server, address: str, standing: Standing, checks: LedgerHealth) -> None:
+    def __init__(
+        self, server: grpc.Server, address: str, standing: Standing, checks: LedgerHealth, refusals: Refusals
+    ) -> None:
         self.address = address
         self._server = server
+        self._refusals = refusals
         self._standing = standing
         self._checks = checks
 
@@ -81,10 +90,15 @@ class RunningServer:
         """Stop answering for good, as when the ledger itself reports the loss; for the owner of the role's renewal."""
         self._standing.fence()
 
+    def shows_serving(self, serves: bool) -> None:
+        """What watchers of the service's health are told; a check asks the ledger itself."""
+        self._checks.set(SERVICE, _SERVING if serves else _NOT_SERVING)
+
     def stop(self, grace_s: float = 5.0) -> None:
         """Refuse new calls, let the running ones end within ``grace_s``, then cut them off. May be called twice."""
         self._checks.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
+        self._refusals.close()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the server has stopped; True when it has."""
@@ -96,7 +110,8 @@ def serve(
     address: str,
     *,
     run_id: str,
-    max_message_bytes: int = MESSAGE_BYTES_MAX,
+    security: SecurityConfig = CLEAR,
+    max_message_bytes: int = 0,
     threads: int = 128,
     holds_role: Callable[[], bool] | None = None,
     on_fenced: Callable[[], None] | None = None,
@@ -105,41 +120,51 @@ def serve(
     """Start serving ``ledger`` at ``address`` (host:port; port 0 picks a free one).
 
     Args:
+        security: Certificates and token digests, read now, and the limits of a client and of all.
+        max_message_bytes: In place of the one in ``security``.
         threads: Calls served at once; three quarters of them may be held long polls. Four times as many calls may be
             open, further ones are refused at once (the client repeats them).
         holds_role: Asked before a verb and again before its answer leaves; False means the role is lost. Left out, a
-            ledger that has a ``fenced`` attribute is asked for it.
+            ledger that has a method of this name is asked.
         on_fenced: Called once, in its own thread, when the role is lost or the ledger raises ServerFenced.
         interceptors: Placed outside the guard.
 
     Raises:
-        ConfigError: the address cannot be used.
+        ConfigError: the address cannot be used or must not be, or a file of ``security`` is not what it should be.
     """
-    if holds_role is None and hasattr(ledger, "fenced"):
-        holds_role = partial(_is_not_fenced, ledger)
-    standing = Standing(holds_role, on_fenced)
+    check_reach(address, security)
+    credentials = server_credentials(security)
+    grants = load_grants(security.tokens) if security.tokens else None
+    standing = Standing(holds_role or getattr(ledger, "holds_role", None), on_fenced)
     checks = LedgerHealth(ledger, standing)
     standing.listeners.append(checks.enter_graceful_shutdown)
+    pool, refusals = Pool(threads), Refusals()
+    gate = None if grants is None else Gate(grants, run_id, refusals)
+    outer = (Overload(pool, security.calls_waiting_max, refusals), *((gate,) if gate else ()))
     server = grpc.server(
-        ThreadPoolExecutor(threads, thread_name_prefix="rpc"),
-        interceptors=(*interceptors, Guard(run_id, standing)),
-        options=_options(max_message_bytes),
+        pool,
+        interceptors=(
+            *outer, *interceptors, Intake(),
+            Guard(
+                run_id, standing, Clients(security.calls_per_s_max, security.calls_open_max), gate.check_own if gate else None
+            ),
+        ),
+        options=_options(max_message_bytes or security.message_bytes_max, security.calls_open_max),
         maximum_concurrent_rpcs=4 * threads,
-    )
+    )  # fmt: skip
     pb_grpc.add_LedgerServiceServicer_to_server(LedgerServicer(ledger, max(1, 3 * threads // 4)), server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    port = _bind(server, address)
+    if security.reflection:
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = _bind(server, address, credentials)
     server.start()
-    return RunningServer(server, f"{_reachable_host(address)}:{port}", standing, checks)
+    return RunningServer(server, f"{_reachable_host(address)}:{port}", standing, checks, refusals)
 
 
-def _is_not_fenced(ledger: Any) -> bool:
-    return not ledger.fenced
-
-
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _options(max_message_bytes: int, calls_open_max: int) -> list[tuple[str, int]]:
     return [
+        # Beyond the limit of the guard, which says when to come again: for who does not use our client.
+        ("grpc.max_concurrent_streams", 4 * calls_open_max),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         # With port sharing, a second server on the same port would silently take half of the connections.
@@ -149,12 +174,12 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(server: grpc.Server, address: str) -> int:
+def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit():
         raise ConfigError(f"ledger.address = {address!r}: write host:port, for example 127.0.0.1:0")
     try:
-        bound = server.add_insecure_port(address)
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError:
         bound = 0
     if bound == 0:
@@ -166,6 +191,6 @@ def _bind(server: grpc.Server, address: str) -> int:
 
 
 def _reachable_host(address: str) -> str:
-    """Host that clients dial; a wildcard is no destination, so this machine's name stands for it."""
+    """Host that clients dial; a wildcard is no destination, so the node's address or this machine's name stands for it."""
     host = address.rpartition(":")[0]
-    return socket.gethostname() if host in ("0.0.0.0", "[::]", "*") else host
+    return (node_address() or socket.gethostname()) if host in ("0.0.0.0", "[::]", "*") else host

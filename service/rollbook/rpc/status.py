@@ -7,6 +7,8 @@ from something between the two sides, and becomes ``Unavailable`` wherever repea
 
 from __future__ import annotations
 
+import math
+
 import grpc
 
 from rollbook.core import errors
@@ -14,6 +16,14 @@ from rollbook.core.errors import RollbookError
 
 CLASS_KEY = "rollbook-error"
 """Trailing metadata key that carries the error's class name."""
+
+RETRY_AFTER_KEY = "rollbook-retry-after-ms"
+"""Trailing metadata key of an overloaded server: when to call again."""
+RETRY_AFTER_S_MAX = 30.0
+"""Longest wait that is asked for, and that is believed."""
+
+UNVERIFIED_TEXT = "CERTIFICATE_VERIFY_FAILED"
+"""How TLS words a server whose certificate the client's authority did not sign."""
 
 MESSAGE_BYTES_MAX = 4096
 """Longest message that travels: headers are limited to 8 KiB in gRPC, and the status message is one of them."""
@@ -26,6 +36,7 @@ TABLE: dict[type[RollbookError], grpc.StatusCode] = {
     errors.InvalidRequest: _CODE.INVALID_ARGUMENT,
     errors.NotFound: _CODE.NOT_FOUND,
     errors.UnknownSlot: _CODE.NOT_FOUND,
+    errors.Expired: _CODE.NOT_FOUND,
     errors.WrongRun: _CODE.FAILED_PRECONDITION,
     errors.Conflict: _CODE.ALREADY_EXISTS,
     errors.CursorMoved: _CODE.ABORTED,
@@ -36,8 +47,12 @@ TABLE: dict[type[RollbookError], grpc.StatusCode] = {
     errors.RunPaused: _CODE.FAILED_PRECONDITION,
     errors.Unavailable: _CODE.UNAVAILABLE,
     errors.ServerFenced: _CODE.UNAVAILABLE,
+    errors.Standby: _CODE.UNAVAILABLE,
     errors.StorageFull: _CODE.UNAVAILABLE,
     errors.DeadlineExceeded: _CODE.DEADLINE_EXCEEDED,
+    errors.Overloaded: _CODE.RESOURCE_EXHAUSTED,
+    errors.Unauthenticated: _CODE.UNAUTHENTICATED,
+    errors.PermissionDenied: _CODE.PERMISSION_DENIED,
     errors.SchemaTooNew: _CODE.FAILED_PRECONDITION,
     errors.SchemaTooOld: _CODE.FAILED_PRECONDITION,
     errors.LedgerLocked: _CODE.FAILED_PRECONDITION,
@@ -63,6 +78,8 @@ _FOREIGN: dict[grpc.StatusCode, type[RollbookError]] = {
     _CODE.RESOURCE_EXHAUSTED: errors.Unavailable,
     _CODE.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     _CODE.INVALID_ARGUMENT: errors.InvalidRequest,
+    _CODE.UNAUTHENTICATED: errors.Unauthenticated,
+    _CODE.PERMISSION_DENIED: errors.PermissionDenied,
 }
 """Meaning of a status that carries no class name; any other is a RollbookError that names the code."""
 
@@ -77,7 +94,17 @@ def code_of(error: RollbookError) -> grpc.StatusCode:
 
 def metadata_of(error: RollbookError) -> tuple[tuple[str, str], ...]:
     """Trailing metadata that lets the other side raise the same class."""
-    return ((CLASS_KEY, _listed(error).__name__),)
+    named = ((CLASS_KEY, _listed(error).__name__),)
+    if not isinstance(error, errors.Overloaded):
+        return named
+    wait_s = min(max(error.retry_after_s, 0.001), RETRY_AFTER_S_MAX)
+    return (*named, (RETRY_AFTER_KEY, str(math.ceil(wait_s * 1000))))
+
+
+def end_with(context: grpc.ServicerContext, error: RollbookError) -> None:
+    """End a call on the server's side with the status of an error; does not return."""
+    context.set_trailing_metadata(metadata_of(error))
+    context.abort(code_of(error), message_of(error))
 
 
 def message_of(error: Exception) -> str:
@@ -95,9 +122,17 @@ def message_of(error: Exception) -> str:
 def error_of(call: grpc.Call) -> RollbookError:
     """The error that a failed call means on this side; ``call`` is the grpc.RpcError as caught."""
     code, details = call.code(), call.details() or ""
-    for key, value in call.trailing_metadata() or ():
-        if key == CLASS_KEY and value in _BY_NAME:
-            return _BY_NAME[value](details)
+    said = dict(call.trailing_metadata() or ())
+    if said.get(CLASS_KEY) in _BY_NAME:
+        error = _BY_NAME[said[CLASS_KEY]](details)
+        if isinstance(error, errors.Overloaded):
+            error.retry_after_s = _retry_after_s(said.get(RETRY_AFTER_KEY, ""))
+        return error
+    if code is _CODE.UNAVAILABLE and UNVERIFIED_TEXT in details:
+        return errors.Unauthenticated(
+            f"{details}: what listens there is not this run's ledger server, or security.ca is not the authority that signed its "
+            "certificate for the name it is called by"
+        )
     if code is _CODE.RESOURCE_EXHAUSTED and _SIZE_LIMIT_TEXT in details:
         return errors.TooLarge(f"{details}; send or ask for fewer items per call")
     cls = _FOREIGN.get(code, RollbookError)
@@ -108,6 +143,22 @@ def error_of(call: grpc.Call) -> RollbookError:
 def is_transport(call: grpc.Call) -> bool:
     """True when the status did not come from a ledger server, so that the connection itself is in doubt."""
     return all(key != CLASS_KEY for key, _ in call.trailing_metadata() or ())
+
+
+def _retry_after_s(text: str) -> float:
+    """Seconds a server asks for, within the bound; a foreign word is none."""
+    return min(int(text) / 1000, RETRY_AFTER_S_MAX) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0.0
+
+
+def is_elsewhere(error: RollbookError) -> bool:
+    """True when a failed call is better repeated at another server: nobody answered there, or not the holder of the role.
+
+    Args:
+        error: as raised from the gRPC failure that it means.
+    """
+    if isinstance(error, errors.ServerFenced | errors.Standby):
+        return True
+    return isinstance(error, errors.Unavailable) and isinstance(error.__cause__, grpc.RpcError) and is_transport(error.__cause__)
 
 
 def _listed(error: RollbookError) -> type[RollbookError]:

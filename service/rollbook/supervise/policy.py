@@ -5,18 +5,43 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rollbook.core.config import SupervisorConfig
+from rollbook.core.config import Config, SupervisorConfig
+from rollbook.core.records import ResumePoint
+
+EXIT_DONE = 0
+"""The work is done: every step is made and, for ``rollbook run``, the audit is clean."""
+
+EXIT_FAILED = 1
+"""The run or a check failed; what is printed names the first cause."""
 
 EXIT_CONFIG = 2
-"""Exit code of a role whose configuration is wrong: restarting cannot help."""
+"""The configuration or another input is wrong: restarting cannot help."""
+
+EXIT_FENCED = 3
+"""A newer holder has the role: this process changes nothing any more."""
 
 EXIT_PAUSED = 4
-"""Exit code of a role that cannot go on before an operator has decided: restarting cannot help either."""
+"""Nothing can go on before an operator has decided: restarting cannot help either."""
+
+EXIT_LATE = 5
+"""A role was told to stop and had not ended when its grace (``supervisor.drain_s``) was over; it lost what a crash loses."""
 
 EXIT_STOPPED = 130
-"""Exit code of a role that was told to stop before its work was done."""
+"""A role or run was told to stop before its work was done, and ended in good order."""
+
+EXIT_CODES = {
+    EXIT_DONE: "done", EXIT_FAILED: "failed", EXIT_CONFIG: "the configuration or another input is wrong",
+    EXIT_FENCED: "fenced by a newer holder", EXIT_PAUSED: "paused until an operator decides",
+    EXIT_LATE: "told to stop, not ended within its grace", EXIT_STOPPED: "told to stop before the work was done",
+}  # fmt: skip
+"""Every exit code of a command or role; one that is killed has the signal's."""
 
 _DOUBLINGS_MAX = 30
+
+
+def is_complete(point: ResumePoint, config: Config) -> bool:
+    """Whether every configured step is made and checkpointed, so that no role has anything to do."""
+    return bool(point.checkpoints) and point.checkpoints[0].step >= config.run.steps
 
 
 @dataclass(slots=True)

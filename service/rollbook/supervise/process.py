@@ -42,8 +42,8 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def die_with_supervisor() -> None:
-    """Ask the kernel to SIGKILL this process when its supervisor dies, so that no role outlives it.
+def die_with_supervisor() -> bool:
+    """Ask the kernel to SIGKILL this process when its supervisor dies, so that no role outlives it; False without one.
 
     To be called before a role does anything: a supervisor that died before the call is noticed by its pid, which is no
     longer the parent's. The kernel watches the thread that started the role, so roles are started by a thread that
@@ -51,10 +51,11 @@ def die_with_supervisor() -> None:
     """
     supervisor = int(os.environ.pop(SUPERVISED_BY, "") or 0)
     if not supervisor:
-        return
+        return False
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os.kill(os.getpid(), signal.SIGKILL)
+    return True
 
 
 def processes_with(variable: str, value: str) -> list[int]:
@@ -81,6 +82,11 @@ class ProcessRecord:
     pid: int
     start_time: int
     incarnation: str
+
+    @property
+    def is_here(self) -> bool:
+        """A record is of a process of this machine."""
+        return True
 
     def alive(self) -> bool:
         """Whether the process itself lives; what it has started may outlive it."""
@@ -200,6 +206,12 @@ class RoleProcess:
         self.record.kill_tree()
 
 
+def identity(env: Mapping[str, str], incarnation: str, supersedes: str) -> dict[str, str]:
+    """``env`` with what a role is told by the process that starts it: who it is, whom it replaces, with whom it dies."""
+    mine = {"ROLLBOOK_INCARNATION": incarnation, "ROLLBOOK_SUPERSEDES": supersedes, SUPERVISED_BY: str(os.getpid())}
+    return {**env, **mine}
+
+
 def start(
     name: str, argv: Sequence[str], log: Path, env: dict[str, str], table: ProcessTable, launch: Launcher = spawn
 ) -> RoleProcess:
@@ -210,10 +222,7 @@ def start(
     """
     incarnation = uuid.uuid4().hex
     previous = table.records().get(name)
-    whole_env = {
-        **os.environ, **env, "ROLLBOOK_INCARNATION": incarnation, SUPERVISED_BY: str(os.getpid()),
-        "ROLLBOOK_SUPERSEDES": previous.incarnation if previous else "",
-    }  # fmt: skip
+    whole_env = os.environ | identity(env, incarnation, previous.incarnation if previous else "")
     record = ProcessRecord(name, 0, 0, incarnation)
 
     def known(pid: int) -> None:

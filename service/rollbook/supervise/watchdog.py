@@ -8,6 +8,7 @@ a stack dump of every role.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -17,12 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rollbook.core.config import Config
-from rollbook.core.errors import DeadlineExceeded, RollbookError, Unavailable
+from rollbook.core.errors import ConfigError, DeadlineExceeded, PermissionDenied, RollbookError, Unauthenticated, Unavailable
 from rollbook.core.records import ResumePoint
-from rollbook.rpc.address import address_in
+from rollbook.core.security import OBSERVER
+from rollbook.rpc.address import addresses_in
 from rollbook.rpc.client import LedgerClient
+from rollbook.rpc.credentials import client_access
 from rollbook.supervise import logs
-from rollbook.supervise.process import ProcessRecord
+from rollbook.supervise.backend import Target
 
 FIRST_LOOK_S = 0.1
 LOOK_S = 1.0
@@ -37,7 +40,7 @@ REPORTS_KEPT = 20
 class Watched:
     """One live role process and the file it writes to."""
 
-    record: ProcessRecord
+    record: Target
     log: Path
 
 
@@ -47,13 +50,18 @@ class Watchdog:
     def __init__(self, config: Config, watched: Callable[[], Sequence[Watched]], emit: Callable[[str], None]) -> None:
         """``watched`` lists the live roles, ``emit`` tells a person."""
         self._config, self._watched, self._emit = config, watched, emit
-        self._client = LedgerClient(address_in(config.run.dir), config.run.id, timeout_s=ANSWER_S, retry_total_s=0.0)
+        self._client = LedgerClient(
+            addresses_in(config.run.dir, config.ledger.addresses), config.run.id, timeout_s=ANSWER_S, retry_total_s=0.0,
+            access=client_access(config.security, OBSERVER, os.environ),
+        )  # fmt: skip
         self._stalls = Path(config.run.dir) / "supervisor" / "stalls"
         self._stop = threading.Event()
         self._unanswered_since: float | None = None
         self._reported_at = self.progress_at = time.monotonic()
         self.point: ResumePoint | None = None
         """Newest answer; None until the ledger server has answered once."""
+        self.turned_away: RollbookError | None = None
+        """Why the ledger server does not answer this run's own supervisor, which only a person can repair."""
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -96,8 +104,10 @@ class Watchdog:
             self._unanswered_since = self._unanswered_since or asked_at
         except Unavailable:
             pass  # starting, restarting or without its database: neither an answer nor a sign of hanging
-        except RollbookError:
+        except RollbookError as error:
             self._unanswered_since = None  # a refusal is an answer
+            if isinstance(error, Unauthenticated | PermissionDenied | ConfigError):
+                self.turned_away = error
         else:
             self._unanswered_since = None
             if self.point is None or _position(point) != _position(self.point):

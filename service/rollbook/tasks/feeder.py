@@ -18,6 +18,7 @@ from rollbook.core.errors import CursorMoved, NotReady, RoleHeld, RollbookError,
 from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import TASK_STREAM, Cursor, GroupSpec, Role, RoleTerm, ScheduleKind
+from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.tasks.prompts import PromptEncoder, make_encoder, prompt_of
 from rollbook.tasks.sources import TaskSource, load_source
@@ -42,6 +43,7 @@ def run_feeder(config: Config, client: LedgerPort, stop: threading.Event) -> Non
     term = _acquire(config, client, stop)
     if term is None:
         return
+    progress.ready(True)
     failpoint("feeder.after_role")
     try:
         feeder.run(term)
@@ -59,6 +61,7 @@ def _acquire(config: Config, client: LedgerPort, stop: threading.Event) -> RoleT
     held_until = host().monotonic() + 2 * ttl_s
     outage = _Outage(config.supervisor.stall_s)
     while not stop.is_set():
+        progress.mark()
         try:
             return client.acquire_role(Role.FEEDER, holder, ttl_s, supersede)
         except RoleHeld:
@@ -112,6 +115,7 @@ class Feeder:
         moved = 0
         renew_at = host().monotonic() + term.ttl_s / 3
         while not self._stop.is_set():
+            progress.mark(progress.State.WAITING)
             try:
                 if host().monotonic() >= renew_at:
                     term = self._client.renew_role(term)
@@ -119,6 +123,7 @@ class Feeder:
                 done, idle = self._feed(term)
                 moved = 0
                 outage.over()
+                progress.finished("nothing is wanted" if idle else "appended groups")
             except CursorMoved:
                 # A refill took the ordinal between our reading and our append; the tasks drawn are drawn again.
                 moved += 1
@@ -163,6 +168,7 @@ class Feeder:
 
     def _append(self, term: RoleTerm, cursor: Cursor, stream: TaskStream, n_groups: int) -> None:
         self._stream = None  # drawing moves it off the cursor; only an acknowledged append makes it valid again
+        progress.mark(progress.State.FEEDING)
         drawn = stream.take(n_groups)
         groups = [self._group(task, cursor.next_ordinal + i) for i, task in enumerate(drawn)]
         after = Cursor(cursor.stream, cursor.next_ordinal + len(groups), stream.state_json(), stream.exhausted)
@@ -192,6 +198,7 @@ class Feeder:
     def _check_prompts(self) -> None:
         """Refuse a task that does not fit before the first is handed out, not in the middle of the run."""
         for index in range(min(len(self._source), _PROMPTS_CHECKED_MAX)):
+            progress.mark(progress.State.FEEDING)
             self._encoder.token_ids(prompt_of(self._source[index]), self._source.name(index))
 
     def _check_epochs(self) -> None:

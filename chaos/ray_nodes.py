@@ -1,0 +1,215 @@
+"""Several Ray nodes on one machine: a head and worker raylets on loopback, each killed with its whole tree and joined again.
+
+Owns the ``ray start`` processes it has made and what descends from them; kills nothing else. A node's processes are those below
+its ``ray start --block``, and those with a mark in their environment that its children inherit: Ray's workers overwrite theirs
+with their title. Ray's own files go to a directory of this cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from drills.proc import descendants
+from rollbook.supervise.process import processes_with, start_time
+
+MARK = "ROLLBOOK_RAY_NODE"
+"""Environment variable of every process of a node: the node's own id."""
+START_S = 120.0
+DIE_S = 15.0
+ASK_S = 5.0
+POLL_S = 0.1
+STORE_BYTES = 80_000_000
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_prestart_worker_first_driver": "0",
+    "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000",
+}  # fmt: skip
+"""No statistics are sent, no idle workers are started, a dead node is noticed within seconds."""
+
+
+class NotStarted(Exception):
+    """A raylet did not come up; the message holds the end of its log."""
+
+
+@dataclass
+class RayNode:
+    """One raylet (and, on the head, the GCS) with everything it has started."""
+
+    name: str
+    cluster: RayCluster
+    process: subprocess.Popen[bytes] | None = None
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = ""
+    """Ray's id of the newest raylet of this name."""
+
+    def pids(self) -> list[int]:
+        """Every live process of the node."""
+        below = [self.process.pid, *descendants(self.process.pid)] if self.process and self.process.poll() is None else []
+        return sorted({*below, *processes_with(MARK, self.mark)})
+
+    def start(self) -> None:
+        """``ray start``; returns when the node has joined. Raises NotStarted."""
+        before = self.cluster.alive() if self is not self.cluster.head else {}
+        self.mark = uuid.uuid4().hex
+        self.process = self.cluster.launch(self)
+        self.cluster.wait_alive(self, before)
+
+    def kill(self) -> int:
+        """SIGKILL the whole tree, and see it gone; returns how many processes there were."""
+        found = {pid: start_time(pid) for pid in self.pids()}
+        deadline = time.monotonic() + DIE_S
+        while left := [pid for pid, began in found.items() if began is not None and start_time(pid) == began]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"node {self.name} does not die: {left}")
+            time.sleep(0.02)
+            found |= {pid: start_time(pid) for pid in self.pids() if pid not in found}
+        if self.process is not None:
+            self.process.wait(DIE_S)
+        return len(found)
+
+    def rejoin(self) -> None:
+        """A new raylet under the same name and resources; to Ray it is another node."""
+        self.start()
+
+
+class RayCluster:
+    """A head and ``workers`` further raylets; a context manager.
+
+    Args:
+        cpus: of each node but the head, which has none. Each has a resource ``node_NAME: 1`` besides, so that a placement can
+            ask for a node by name.
+        env: of every process of the cluster; default: this one's.
+    """
+
+    def __init__(self, workers: int = 2, cpus: int = 3, env: Mapping[str, str] | None = None) -> None:
+        # A socket's path holds 107 bytes, and Ray appends sixty of its own.
+        self.root = Path(tempfile.mkdtemp(prefix="rr", dir="/tmp"))
+        self._env = dict(os.environ if env is None else env)
+        self.cpus = cpus
+        self.port = _free_port()
+        self.head = RayNode("head", self)
+        self.workers = [RayNode(f"node{i}", self) for i in range(workers)]
+
+    @property
+    def address(self) -> str:
+        """What ``ray.init`` and ``rollbook up --ray`` take."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def nodes(self) -> list[RayNode]:
+        return [self.head, *self.workers]
+
+    def start(self) -> None:
+        """Head first. Raises NotStarted; then nothing is left running."""
+        try:
+            for node in self.nodes:
+                node.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RayCluster:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill every node, the head last, and remove what Ray wrote."""
+        for node in reversed(self.nodes):
+            node.kill()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def launch(self, node: RayNode) -> subprocess.Popen[bytes]:
+        """The ``ray start`` of one node, in a session of its own."""
+        ray = Path(sys.executable).parent / "ray"
+        cpus = 0 if node is self.head else self.cpus
+        arguments = [str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}", "--num-gpus=0",
+                     f"--object-store-memory={STORE_BYTES}", f'--resources={{"node_{node.name}": 1}}',
+                     f"--node-name={node.name}", "--node-ip-address=127.0.0.1"]  # fmt: skip
+        if node is self.head:
+            arguments += ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.root}",
+                          f"--ray-client-server-port={_free_port()}"]  # fmt: skip
+        else:
+            arguments += [f"--address={self.address}"]
+        env = self._env | QUIET | {MARK: node.mark, "PYTHONWARNINGS": "ignore"}
+        with self.log(node).open("ab") as out:
+            return subprocess.Popen(
+                arguments, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def log(self, node: RayNode) -> Path:
+        return self.root / f"{node.name}.out"
+
+    def wait_alive(self, node: RayNode, before: Collection[str]) -> None:
+        """Until Ray counts a node of this name that is none of ``before`` among the living; bounded. Raises NotStarted."""
+        deadline = time.monotonic() + START_S
+        while not (new := [i for i, name in self.alive().items() if name == node.name and i not in before]):
+            assert node.process is not None
+            if node.process.poll() is not None or time.monotonic() > deadline:
+                said = self.log(node).read_text(errors="replace")[-1500:]
+                raise NotStarted(f"{node.name} did not join {self.address}: {said}")
+            time.sleep(POLL_S)
+        node.id = new[0]
+
+    def alive(self) -> dict[str, str]:
+        """Nodes that Ray counts as alive, id to name; a dead one is among them until Ray has noticed. Empty without a head."""
+        from ray._raylet import GcsClient
+        from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+        try:
+            nodes = GcsClient(address=self.address).get_all_node_info(timeout=ASK_S).values()
+        except Exception:  # noqa: BLE001 - Ray's errors have no common class; whatever it is, the head does not answer
+            return {}
+        alive = [node for node in nodes if node.state == GcsNodeInfo.ALIVE]
+        return {node.node_id.hex(): node.node_name for node in alive}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start a cluster, kill and rejoin one node after the other, and say how long each took."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--hold", action="store_true", help="print the address and wait for an end of input; kill nothing")
+    args = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(130))
+    with RayCluster(args.workers) as cluster:
+        print(f"address {cluster.address}", flush=True)
+        for node in cluster.nodes:
+            print(f"{node.name}: {len(node.pids())} processes", flush=True)
+        if args.hold:
+            sys.stdin.read()
+            return 0
+        for node in cluster.workers:
+            n = node.kill()
+            began = time.monotonic()
+            node.rejoin()
+            print(f"{node.name}: {n} processes killed, joined again after {time.monotonic() - began:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
