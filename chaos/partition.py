@@ -56,7 +56,7 @@ class Partition(Drill):
         return fault
 
     def own_findings(self, result: object) -> list[str]:
-        return [] if self.network.n_connections else ["network: nobody connected through the proxy"]
+        return self.network.findings()
 
     def own_numbers(self, result: object) -> dict[str, object]:
         return {"connections made through the proxies": self.network.n_connections}

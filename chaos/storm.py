@@ -98,10 +98,11 @@ class Storm(Drill):
         return fault
 
     def own_findings(self, result: object) -> list[str]:
+        found = self.network.findings() if self.network is not None and any(f.kind in TOXICS for f in self.faults) else []
         ettr = result.numbers.get("ettr")  # type: ignore[attr-defined]
         if self.args.ettr_min and (ettr is None or ettr < self.args.ettr_min):
-            return [f"ETTR: {ettr} is below {self.args.ettr_min}"]
-        return []
+            found.append(f"ETTR: {ettr} is below {self.args.ettr_min}")
+        return found
 
     def close(self) -> None:
         if self.network is not None:

@@ -290,13 +290,18 @@ class Drill:
     # The end.
 
     def _recover(self) -> None:
-        """Nobody disturbs the run any more: it has to make a step again, unless it has ended."""
+        """Nobody disturbs the run any more: what was killed has to live again and a step to be made, unless the run has ended."""
         while self._later and self.go_on(0.1):
             pass
         self.relax()
-        goal = self.run.steps() + 1
         if self.run.ended() is None:
             with contextlib.suppress(Broken) if self._has_steps_end() else contextlib.nullcontext():
+                killed = [fault for fault in self.faults if fault.kind == "sigkill" and fault.victims]
+                self.wait_for(
+                    "a successor of everything that was killed", lambda: all(f.detected_s is not None for f in killed),
+                    self.args.patience,
+                )  # fmt: skip
+                goal = self.run.steps() + 1
                 self.wait_for("a new step after the last fault", lambda: self.run.steps() >= goal, self.args.patience)
 
     def _has_steps_end(self) -> bool:

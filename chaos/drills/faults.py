@@ -22,6 +22,7 @@ from rollbook.supervise.process import ProcessRecord
 ROLES = ("worker", "engine", "learner", "ledger", "standby", "feeder", "supervisor", "database")
 DIES_BY_KILL = "killed by SIGKILL"
 FENCED = "exit code 3"
+NODE_LOST = "node lost"
 
 
 @dataclass
@@ -156,6 +157,7 @@ def _kill_supervisor(run: Run) -> Fault | None:
 def _kill_node(run: Run, node: Node) -> Fault | None:
     tree = set(node.pids())
     fault = _fault("node", "sigkill", [record for record in run.alive() if record.pid in tree])
+    fault.may_cost += tuple((role, NODE_LOST) for role, _ in fault.may_cost)
     fault.n_processes = node.kill()
     if not fault.n_processes:
         return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import oracle
-from drills.faults import Fault
+from drills.faults import NODE_LOST, Fault
 from drills.runs import Run
 
 NEAR = 20
@@ -183,6 +183,7 @@ def stale_tokens(tables: dict[str, list[oracle.Row]]) -> int:
     return stale
 
 
+_NODE_LOST = re.compile(r"node lost: |its host on node ")
 _LOST = re.compile(r"event=(role_lost|ledger_fenced)\b")
 
 
@@ -280,7 +281,8 @@ def lost_time(faults: Sequence[Fault], times: Sequence[float], window: Window) -
 
 def unexpected_deaths(text: str, faults: Sequence[Fault], allowed: Sequence[tuple[str, str]] = ()) -> list[str]:
     """Deaths the supervisor told of that no fault may have cost. ``allowed`` ones may happen any number of times."""
-    seen = Counter((name.partition("-")[0], how) for name, how in re.findall(r"(\S+) died \(([^)\n]*)\)", text))
+    told = re.findall(r"(\S+) died \((.*?)\); ", text)
+    seen = Counter((name.partition("-")[0], NODE_LOST if _NODE_LOST.match(how) else how) for name, how in told)
     may = Counter(cost for fault in faults for cost in fault.may_cost)
     return [
         f"deaths: {role}, {how}, {n - may[(role, how)]} times more than was sent"

@@ -19,7 +19,7 @@ import pytest
 
 import drills_table
 import oracle
-from drills import verdict
+from drills import faults, verdict
 from drills.faults import Fault
 from drills.proc import descendants
 from rollbook.core.config import load_config
@@ -227,6 +227,13 @@ def test_deaths_that_nobody_sent_are_found() -> None:
     assert len(verdict.unexpected_deaths(text, [])) == 3
     found = verdict.unexpected_deaths(text, sent, allowed=(("learner", "exit code 3"),))
     assert found == ["deaths: worker, exit code 1, 1 times more than was sent"]
+
+
+def test_a_lost_node_may_cost_the_roles_that_were_on_it() -> None:
+    text = "ledger died (node lost: 192.0.2.2 (76c51d74): The actor died.); starting it again in 0.1 s"
+    sent = [Fault("node", "sigkill", may_cost=(("ledger", faults.NODE_LOST),))]
+    assert verdict.unexpected_deaths(text, sent) == []
+    assert verdict.unexpected_deaths(text, []) == ["deaths: ledger, node lost, 1 times more than was sent"]
 
 
 def test_ettr_is_steps_kept_by_the_median_unbroken_step_over_wall_time() -> None:

@@ -114,18 +114,18 @@ def poison(module: ModuleType) -> None:
 
 def reroute(module: ModuleType) -> None:
     """Clients find the drill's proxy in place of the server once the server has written its address."""
-    plain = module.address_in
+    plain = module.addresses_in
 
-    def address_in(run_dir: Any) -> Callable[[], str]:
-        read = plain(run_dir)
+    def addresses_in(*args: Any) -> Callable[[], list[str]]:
+        read = plain(*args)
 
-        def found() -> str:
-            address = read()
-            return told("proxy").get(role(), address)
+        def found() -> list[str]:
+            addresses = read()
+            return [told("proxy")[role()]] if role() in told("proxy") else addresses
 
         return found
 
-    module.address_in = address_in
+    module.addresses_in = addresses_in
 
 
 def speak_as_before(module: ModuleType) -> None:
