@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,36 +53,48 @@ DOUBT_S = 1.0
 
 
 class Bell:
-    """Topics that are rung after commits; waiters wake when their topic was rung since they looked."""
+    """Topics that are rung after commits; waiters wake when their own topic was rung since they looked."""
 
     def __init__(self) -> None:
-        self._condition = host().condition()
+        self._lock = threading.Lock()
+        self._topics: dict[str, threading.Condition] = {}
         self._rung: dict[str, int] = {}
         self._closed = False
 
     def ring(self, topics: Iterable[str]) -> None:
-        with self._condition:
-            for topic in topics:
+        for topic in topics:
+            condition = self._of(topic)
+            with condition:
                 self._rung[topic] = self._rung.get(topic, 0) + 1
-            self._condition.notify_all()
+                condition.notify_all()
 
     def seen(self, topic: str) -> int:
-        with self._condition:
-            return self._rung.get(topic, 0)
+        return self._rung.get(topic, 0)
 
     def wait(self, topic: str, seen: int, timeout_s: float) -> None:
         """Return when ``topic`` was rung since ``seen``, the ledger closes, or the time is over."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._closed or self._rung.get(topic, 0) != seen, timeout=timeout_s)
+        condition = self._of(topic)
+        with condition:
+            condition.wait_for(lambda: self._closed or self._rung.get(topic, 0) != seen, timeout=timeout_s)
 
     def close(self) -> None:
-        with self._condition:
+        with self._lock:
             self._closed = True
-            self._condition.notify_all()
+            topics = list(self._topics.values())
+        for condition in topics:
+            with condition:
+                condition.notify_all()
 
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def _of(self, topic: str) -> threading.Condition:
+        """Its own condition for each topic, so that a ring wakes nobody whom it does not concern."""
+        with self._lock:
+            if topic not in self._topics:
+                self._topics[topic] = host().condition()
+            return self._topics[topic]
 
 
 def again_on_conflict(verb: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
@@ -134,6 +147,9 @@ class LedgerBase:
     _lineages: tuple[Lineage, ...] = ()
     """Oldest first; every one but the first forks from the one before it."""
     _sequence: itertools.count[int] = itertools.count()
+    _news_lock: threading.Condition
+    _newest_news: tuple[int, PolicyVersion | None, bool] | None = None
+    """How often the head had changed when it was read, what it was, and whether the run was complete."""
 
     @property
     def run(self) -> RunRecord:
@@ -226,8 +242,14 @@ class LedgerBase:
             raise ServerFenced(str(self._fenced))
         unavailable_when_closed(self._bell)
 
-    def _await(self, topic: str, wait_s: float, attempt: Callable[[], T], satisfied: Callable[[T], bool]) -> T:
-        """Repeat ``attempt`` until ``satisfied`` or ``wait_s`` (at most WAIT_MAX_S) is over; returns the last result."""
+    def _await(
+        self, topic: str, wait_s: float, attempt: Callable[[], T], satisfied: Callable[[T], bool],
+        recheck_s: float | None = None,
+    ) -> T:  # fmt: skip
+        """Repeat ``attempt`` until ``satisfied`` or ``wait_s`` (at most WAIT_MAX_S) is over; returns the last result.
+
+        ``recheck_s``: in place of RECHECK_S.
+        """
         ends = host().monotonic() + min(max(0.0, wait_s), WAIT_MAX_S)  # this order makes 0 of NaN
         while True:
             seen = self._bell.seen(topic)
@@ -237,7 +259,7 @@ class LedgerBase:
             settle_s = min(max(SETTLE_S, 4 * (host().monotonic() - began)), RECHECK_S)
             if satisfied(result) or left <= 0 or self._bell.closed:
                 return result
-            self._bell.wait(topic, seen, min(left, RECHECK_S))
+            self._bell.wait(topic, seen, min(left, RECHECK_S if recheck_s is None else recheck_s))
             self._bell.wait("", 0, min(left, settle_s))
 
     def _check_term(self, txn: Txn, term: RoleTerm, role: Role) -> None:

@@ -160,7 +160,7 @@ class Planning(Submitting):
         )  # fmt: skip
         self._event(txn, "step_planned", lineage=lineage, step=step, n_groups=len(ordinals), n_items=len(items))
         self._raise_watermark(txn)
-        txn.rings |= {"lease", "head"}
+        txn.rings |= {"lease", "head"} if 0 < self.rules.steps <= step else {"lease"}
         failpoint("ledger.plan.before_commit")
         txn.after_commit.append(lambda: failpoint("ledger.plan.after_commit"))
         return Plan(lineage, step, base_version(step), revision, items, content, chain)
