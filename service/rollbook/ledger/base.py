@@ -10,10 +10,10 @@ import functools
 import itertools
 import json
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -146,6 +146,8 @@ class LedgerBase:
     """What retention has let go, as of the last commit."""
     _lineages: tuple[Lineage, ...] = ()
     """Oldest first; every one but the first forks from the one before it."""
+    _statements: tuple[tuple[Lineage, ...], dict[Hashable, Any]] | None = None
+    """Those built for the lineages there are."""
     _sequence: itertools.count[int] = itertools.count()
     _news_lock: threading.Condition
     _newest_news: tuple[int, PolicyVersion | None, bool] | None = None
@@ -190,8 +192,10 @@ class LedgerBase:
         now_us = self._database.now_us(conn)
         term = self._term
         if term is not None:
-            query = sa.select(t.fence.c.epoch).where(t.fence.c.run_id == self.run.run_id, t.fence.c.role == Role.LEDGER.value)
-            epoch = conn.execute(query.with_for_update(read=True)).scalar_one_or_none()
+            c, run_id = t.fence.c, self.run.run_id
+            query = self._statement("guard", lambda: sa.select(c.epoch).where(
+                c.run_id == run_id, c.role == Role.LEDGER.value).with_for_update(read=True))  # fmt: skip
+            epoch = conn.execute(query).scalar_one_or_none()
             if epoch != term.epoch:
                 raise ServerFenced(
                     f"ledger epoch {term.epoch} of {term.holder} was superseded by epoch {epoch}; this server stops"
@@ -289,12 +293,27 @@ class LedgerBase:
     def _events(self, txn: Txn, rows: Sequence[dict[str, object]]) -> None:
         self._database.insert_rows(txn.conn, t.event, rows)
 
+    def _statement(self, name: Hashable, build: Callable[[], T]) -> T:
+        """A statement that is built once: building one again costs more than running it. ``name`` holds what it is built from,
+        beside the run and its lineages."""
+        known = self._statements
+        if known is None or known[0] is not self._lineages:
+            known = self._statements = (self._lineages, {})
+        found = known[1].get(name)
+        if found is None:
+            found = known[1][name] = build()
+        return cast(T, found)
+
     def _newest_events(self, conn: sa.Connection, kinds: Sequence[str], n: int = 1, *where: Any) -> Sequence[Any]:
         """The newest ``n`` events of these kinds, newest first; for kinds of which a run has few."""
         e = t.event.c
-        rows = sa.select(t.event).where(e.run_id == self.run.run_id, e.kind.in_(kinds), *where)
-        # By the plain number SQLite would walk through every event of the run instead of the index of kinds.
-        return conn.execute(rows.order_by((e.seq + 0).desc()).limit(n)).all()
+
+        def build() -> sa.Select:
+            rows = sa.select(t.event).where(e.run_id == self.run.run_id, e.kind.in_(kinds), *where)
+            # By the plain number SQLite would walk through every event of the run instead of the index of kinds.
+            return rows.order_by((e.seq + 0).desc()).limit(n)
+
+        return conn.execute(build() if where else self._statement(("events", tuple(kinds), n), build)).all()
 
     def _refuse_expired(self, ordinal: int) -> None:
         """Raises Expired for a group that retention has let go."""
@@ -346,16 +365,23 @@ class LedgerBase:
         return sa.or_(*parts)
 
     def _last_planned(self, conn: sa.Connection, lineage: int) -> int:
-        where = self._along(t.plan.c.lineage, t.plan.c.step, lineage)
-        return conn.execute(sa.select(sa.func.max(t.plan.c.step)).where(t.plan.c.run_id == self.run.run_id, where)).scalar() or 0
+        def build() -> sa.Select:
+            c = t.plan.c
+            return sa.select(sa.func.max(c.step)).where(c.run_id == self.run.run_id, self._along(c.lineage, c.step, lineage))
+
+        return conn.execute(self._statement(("last planned", lineage), build)).scalar() or 0
 
     def _version(self, conn: sa.Connection, lineage: int, version: int | None) -> PolicyVersion | None:
         """Version ``version`` (None = newest) along the ancestry of ``lineage``; None when it is not published."""
-        c = t.policy_version.c
-        query = sa.select(t.policy_version).where(c.run_id == self.run.run_id, self._along(c.lineage, c.version, lineage))
-        if version is not None:
-            query = query.where(c.version == version)
-        row = conn.execute(query.order_by(c.version.desc(), c.lineage.desc()).limit(1)).first()
+        def build() -> sa.Select:
+            c = t.policy_version.c
+            query = sa.select(t.policy_version).where(c.run_id == self.run.run_id, self._along(c.lineage, c.version, lineage))
+            if version is not None:
+                query = query.where(c.version == sa.bindparam("number"))
+            return query.order_by(c.version.desc(), c.lineage.desc()).limit(1)
+
+        query = self._statement(("version", lineage, version is None), build)
+        row = conn.execute(query, {} if version is None else {"number": version}).first()
         return None if row is None else policy_version_of(row)
 
     def _head(self, conn: sa.Connection) -> PolicyVersion | None:

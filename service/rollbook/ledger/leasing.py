@@ -210,11 +210,8 @@ class Leasing(Presence):
         rules, lineage = self.rules, self._newest_lineage()
         waiting = self._opened_unplanned(conn, lineage, frontier)
         head = self._head(conn)
-        c = t.plan.c
         unpublished = conn.execute(
-            sa.select(sa.func.coalesce(sa.func.sum(c.n_groups), 0)).where(
-                c.run_id == self.run.run_id, self._along(c.lineage, c.step, lineage), c.step > (head.version if head else -1)
-            )
+            self._statement(("unpublished", lineage), lambda: self._unpublished(lineage)), {"head": head.version if head else -1}
         ).scalar_one()
         may = may_open_groups(waiting + int(unpublished), rules.groups_per_step, rules.max_lag_versions)
         if rules.steps > 0:
@@ -222,18 +219,26 @@ class Leasing(Presence):
             may = max(0, min(may, needed))
         return may
 
+    def _unpublished(self, lineage: int) -> sa.Select:
+        """Number of groups in plans of steps after ``head``."""
+        c = t.plan.c
+        here = (c.run_id == self.run.run_id, self._along(c.lineage, c.step, lineage), c.step > sa.bindparam("head"))
+        return sa.select(sa.func.coalesce(sa.func.sum(c.n_groups), 0)).where(*here)
+
     def _opened_unplanned(self, conn: sa.Connection, lineage: int, frontier: SlotKey) -> int:
         """Opened groups that are neither terminal nor planned, counted from the watermark on."""
         first, end = self._watermark, frontier.ordinal + 1
         if end <= first:
             return 0
-        i = t.plan_item.c
-        planned = conn.execute(
-            sa.select(sa.func.count(sa.distinct(i.ordinal))).where(
-                i.run_id == self.run.run_id, self._along(i.lineage, i.step, lineage), i.ordinal >= first, i.ordinal < end
-            )
-        ).scalar_one()
-        terminal = conn.execute(self._terminal_groups(first, end)).scalar_one()
+
+        def build() -> sa.Select:
+            c = t.plan_item.c
+            along = self._along(c.lineage, c.step, lineage)
+            inside = (c.run_id == self.run.run_id, along, c.ordinal >= sa.bindparam("first"), c.ordinal < sa.bindparam("end"))
+            return sa.select(sa.func.count(sa.distinct(c.ordinal))).where(*inside)
+
+        planned = conn.execute(self._statement(("planned", lineage), build), {"first": first, "end": end}).scalar_one()
+        terminal = self._n_terminal(conn, first, end)
         return int(end - first - planned - terminal)
 
     def _grant(
@@ -267,11 +272,10 @@ class Leasing(Presence):
             grants = json.dumps(
                 [[k.ordinal, k.sibling, token, attempt, version.lineage, version.version] for k, token, attempt, _ in granted]
             )
-            txn.conn.execute(
-                sa.insert(t.lease_receipt).values(
-                    run_id=run_id, incarnation=incarnation, request_id=request_id, grants_json=grants, granted_at_us=txn.now_us
-                )
-            )
+            self._database.insert_rows(txn.conn, t.lease_receipt, [
+                {"run_id": run_id, "incarnation": incarnation, "request_id": request_id, "grants_json": grants,
+                 "granted_at_us": txn.now_us}
+            ])  # fmt: skip
         failpoint("ledger.lease.before_commit")
         txn.after_commit.append(lambda: failpoint("ledger.lease.after_commit"))
         entries = [(k, token, attempt) for k, token, attempt, _ in granted]
@@ -330,9 +334,8 @@ class Leasing(Presence):
         return number is not None and number < self._newest_asked.get(call.incarnation, number)
 
     def _granted(self, conn: sa.Connection, incarnation: str, request_id: str) -> LeaseReply | None:
-        c = t.lease_receipt.c
-        where = (c.run_id == self.run.run_id, c.incarnation == incarnation, c.request_id == request_id)
-        stored = conn.execute(sa.select(c.grants_json).where(*where)).scalar_one_or_none()
+        key = {"run_id": self.run.run_id, "incarnation": incarnation, "request_id": request_id}
+        stored = conn.execute(_RECEIPT, key).scalar_one_or_none()
         if stored is None:
             return None
         rows = json.loads(stored)
@@ -389,6 +392,10 @@ _VERSION = sa.select(t.policy_version).where(
     t.policy_version.c.run_id == sa.bindparam("run_id"),
     t.policy_version.c.lineage == sa.bindparam("lineage"),
     t.policy_version.c.version == sa.bindparam("version"),
+)
+_R = t.lease_receipt.c
+_RECEIPT = sa.select(_R.grants_json).where(
+    *(c == sa.bindparam(c.name) for c in (_R.run_id, _R.incarnation, _R.request_id))
 )
 _GRANT_AGAIN = (
     sa.update(t.lease)

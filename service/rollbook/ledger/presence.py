@@ -19,6 +19,10 @@ from rollbook.ledger.writer import Txn
 HELD_MAX = 10_000
 """Most leases of one heartbeat; each takes two parameters of a statement."""
 _LEASE_COLUMNS = ("ordinal", "sibling", "token", "incarnation")
+_W = t.worker.c
+_HERE = sa.update(t.worker).where(_W.run_id == sa.bindparam("this_run"), _W.incarnation == sa.bindparam("this_worker"))
+_SEEN = _HERE.values(seen_at_us=sa.bindparam("seen_at_us"))
+_SEEN_LOADED = _SEEN.values(loaded_lineage=sa.bindparam("loaded_lineage"), loaded_version=sa.bindparam("loaded_version"))
 
 
 class Presence(Failing):
@@ -37,12 +41,10 @@ class Presence(Failing):
         self._write(register)
 
     def _touch_worker(self, txn: Txn, incarnation: str, loaded: PolicyVersion | None) -> None:
-        values: dict[str, object] = {"seen_at_us": txn.now_us}
+        key: dict[str, object] = {"this_run": self.run.run_id, "this_worker": incarnation, "seen_at_us": txn.now_us}
         if loaded is not None:
-            values |= {"loaded_lineage": loaded.lineage, "loaded_version": loaded.version}
-        c = t.worker.c
-        where = (c.run_id == self.run.run_id, c.incarnation == incarnation)
-        if txn.conn.execute(sa.update(t.worker).where(*where).values(**values)).rowcount == 0:
+            key |= {"loaded_lineage": loaded.lineage, "loaded_version": loaded.version}
+        if txn.conn.execute(_SEEN if loaded is None else _SEEN_LOADED, key).rowcount == 0:
             raise InvalidRequest(
                 f"worker incarnation {incarnation!r} is unknown to run {self.run.run_id!r}; register_worker first"
             )
