@@ -288,7 +288,8 @@ def judged(
         "at": datetime.now(UTC).isoformat(timespec="seconds"), "mode": "overload" if options.overload else "steady",
         "machine": {"cores": os.cpu_count(), "load_before": options.load_before, "python": platform.python_version(),
                     "directory": "memory" if str(directory).startswith("/dev/shm") else "disk"},
-        "workers": options.workers, "connections": 2 * options.workers, "heartbeat_s": options.heartbeat_s, "rate_asked_per_s": options.rate, "batch": options.batch,
+        "workers": options.workers, "connections": 2 * options.workers, "heartbeat_s": options.heartbeat_s,
+        "rate_asked_per_s": options.rate, "batch": options.batch,
         "payload_bytes": options.payload_bytes, "seconds": options.seconds, "database": options.database,
         "samples_per_s": round(len(within) / options.seconds, 1),
         "ack_ms": quantiles([r[1] for r in within]),
@@ -346,7 +347,8 @@ def table(record: dict[str, Any]) -> str:
     ]
     if "calm_after" in record:
         calm = record["calm_after"]
-        rows.append(("after the flood: samples/s, p99 [ms]", f"{calm['samples_per_s']:g}, {calm['ack_ms'].get('p99', math.nan):.0f}"))
+        p99 = calm["ack_ms"].get("p99", math.nan)
+        rows.append(("after the flood: samples/s, p99 [ms]", f"{calm['samples_per_s']:g}, {p99:.0f}"))
     rows.append(("broken", "; ".join(record["broken"]) or "nothing"))
     return "\n".join(f"{name:36} {value}" for name, value in rows)
 

@@ -40,7 +40,7 @@ TOKEN_BYTES = 12
 
 
 class Counting(grpc.UnaryUnaryClientInterceptor):
-    """Counts the status of every attempt, also of those that the client repeats, and whether a refusal said when to come again."""
+    """Counts the status of every attempt, also of those that are repeated, and whether a refusal said when to come again."""
 
     def __init__(self, counts: Counter[str]) -> None:
         self._counts = counts
