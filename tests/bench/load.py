@@ -3,11 +3,12 @@
     python tests/bench/load.py --workers 500 --rate 500 --seconds 600 --out tests/bench/results/load.json
     python tests/bench/load.py --overload --seconds 60 --out tests/bench/results/load.json
 
-Real clients with a connection each (``load_worker``), a real server, SQLite or PostgreSQL, and a learner that plans, finishes and
-publishes every step under tiny files, so that capacity does not end the run. With ``--overload`` nobody waits for a sample to be
-due during the first two thirds and the server has few threads: it has to refuse, its memory has to stay, and in the last third,
-at the ordinary rate, the same clients have to be served again. In the end every acknowledged sample is looked up by plain SQL and
-the ledger is audited. Exit code 1 when anything was lost or the audit finds something.
+Real clients with connections of their own (``load_worker``), a real server, SQLite or PostgreSQL, and a learner that plans,
+finishes and publishes every step under tiny files, so that capacity does not end the run. With ``--overload`` nobody waits for a
+sample to be due during the first two thirds and the server has few threads: it has to refuse and say when to come again, its
+memory has to stay, and in the last third, at the ordinary rate, the same clients have to be served again. In the end every
+acknowledged sample is looked up by plain SQL and the ledger is audited. The record is printed as JSON and as a short table. Exit
+code 1 when an acknowledged sample was lost, the audit finds something, or one of these claims is broken.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -56,7 +58,11 @@ GROUP_SIZE, GROUPS_PER_STEP, MAX_LAG = 8, 128, 16
 APPEND_GROUPS = 1000
 Processes = list[subprocess.Popen[bytes]]
 OVERLOAD_THREADS = 8
-"""Threads of a server that is to be overloaded; four times as many calls may be open."""
+"""Threads of a server that is to be overloaded."""
+SETTLED_S = 10.0
+"""After a flood, its calls may still wait for so long."""
+GROWTH_MAX = 1.3
+"""Memory at the end of a flood or a run, against the most in its first third."""
 
 
 def serve_here(url: str, threads: int) -> None:
@@ -204,7 +210,7 @@ def database(kind: str, directory: Path) -> Iterator[str]:
 
 def start_workers(options: argparse.Namespace, address: str, directory: Path) -> tuple[Processes, float, float]:
     """Worker processes; (processes, when samples begin to be due, when everything ends), both of the monotonic clock."""
-    starts_s = time.monotonic() + 3.0 + options.workers * 0.01
+    starts_s = time.monotonic() + 5.0 + options.workers * 0.02
     ends_s = starts_s + options.seconds
     flood_ends_s = starts_s + options.seconds * 2 / 3 if options.overload else 0.0
     processes = []
@@ -212,7 +218,7 @@ def start_workers(options: argparse.Namespace, address: str, directory: Path) ->
         plan = {
             "address": address, "run_id": RUN_ID, "workers": list(range(i, options.workers, options.processes)),
             "batch": options.batch, "rate_per_worker": options.rate / options.workers, "payload_bytes": options.payload_bytes,
-            "starts_s": starts_s, "ends_s": ends_s, "flood_ends_s": flood_ends_s,
+            "starts_s": starts_s, "ends_s": ends_s, "flood_ends_s": flood_ends_s, "heartbeat_s": options.heartbeat_s,
         }  # fmt: skip
         path = directory / f"workers-{i}.json"
         path.write_text(json.dumps(plan))
@@ -275,14 +281,15 @@ def judged(
     acked, there = acknowledged(directory), stored(url)
     flood_s = options.seconds * 2 / 3
     statuses = sum((Counter(p["statuses"]) for p in parts), Counter())
-    calm = [r for r in within if r[0] > starts_s + flood_s + 5.0]
+    calm = [r for r in within if r[0] > starts_s + flood_s + SETTLED_S]
     memory = seen["memory"]
     first = [kib for at, kib in memory if 0 <= at <= options.seconds * 0.3]
     record = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"), "mode": "overload" if options.overload else "steady",
         "machine": {"cores": os.cpu_count(), "load_before": options.load_before, "python": platform.python_version(),
                     "directory": "memory" if str(directory).startswith("/dev/shm") else "disk"},
-        "workers": options.workers, "connections": options.workers, "rate_asked_per_s": options.rate, "batch": options.batch,
+        "workers": options.workers, "connections": 2 * options.workers, "heartbeat_s": options.heartbeat_s,
+        "rate_asked_per_s": options.rate, "batch": options.batch,
         "payload_bytes": options.payload_bytes, "seconds": options.seconds, "database": options.database,
         "samples_per_s": round(len(within) / options.seconds, 1),
         "ack_ms": quantiles([r[1] for r in within]),
@@ -300,9 +307,50 @@ def judged(
         "audit": audit, "audit_s": round(audit_s, 1),
     }  # fmt: skip
     if options.overload:
-        record["calm_after"] = {"samples_per_s": round(len(calm) / max(1.0, options.seconds - flood_s - 5.0), 1),
+        record["calm_after"] = {"samples_per_s": round(len(calm) / max(1.0, options.seconds - flood_s - SETTLED_S), 1),
                                 "ack_ms": quantiles([r[1] for r in calm])}  # fmt: skip
+    record["broken"] = broken(record)
     return record
+
+
+def broken(record: dict[str, Any]) -> list[str]:
+    """Claims that a run did not keep."""
+    memory, rate = record["memory_mib"], record["rate_asked_per_s"]
+    refused = {k: n for k, n in record["refused_attempts"].items() if "RESOURCE_EXHAUSTED" in k}
+    claims = {
+        "every acknowledged sample is stored": not record["acknowledged_lost"],
+        "the audit is clean": not record["audit"],
+        "the learner went on": not record["learner_failed"],
+        "every worker came to its end": not record["workers_still_running"],
+        "every refusal says when to come again": not any("without a hint" in k for k in refused),
+        "memory is bounded": memory["last"] <= GROWTH_MAX * memory["first_third_max"],
+    }
+    if record["mode"] == "overload":
+        claims["a flood is refused"] = bool(refused)
+        claims["the ordinary rate is served again"] = record["calm_after"]["samples_per_s"] >= 0.9 * rate
+    else:
+        claims["the rate is reached"] = record["samples_per_s"] >= 0.97 * rate
+    return [claim for claim, kept in claims.items() if not kept]
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record in a few lines."""
+    ack, memory = record["ack_ms"], record["memory_mib"]
+    rows = [
+        ("workers, connections", f"{record['workers']}, {record['connections']}"),
+        ("samples/s asked, acknowledged", f"{record['rate_asked_per_s']:g}, {record['samples_per_s']:g}"),
+        ("ack p50, p95, p99, max [ms]", ", ".join(f"{ack.get(q, math.nan):.0f}" for q in ("p50", "p95", "p99", "max"))),
+        ("acknowledged, stored, lost", f"{record['acknowledged']}, {record['stored']}, {record['acknowledged_lost']}"),
+        ("refused attempts of all calls", f"{sum(record['refused_attempts'].values())} of {record['calls']}"),
+        ("server: cores, ms a sample", f"{record['ledger_cores_used']}, {record['ledger_cpu_ms_per_sample']}"),
+        ("server: MiB first third, last", f"{memory['first_third_max']}, {memory['last']}"),
+    ]
+    if "calm_after" in record:
+        calm = record["calm_after"]
+        p99 = calm["ack_ms"].get("p99", math.nan)
+        rows.append(("after the flood: samples/s, p99 [ms]", f"{calm['samples_per_s']:g}, {p99:.0f}"))
+    rows.append(("broken", "; ".join(record["broken"]) or "nothing"))
+    return "\n".join(f"{name:36} {value}" for name, value in rows)
 
 
 def main() -> int:
@@ -314,7 +362,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--batch", type=int, default=4, help="samples of one call; a worker of that many slots submits them so")
     parser.add_argument("--payload-bytes", type=int, default=8192)
-    parser.add_argument("--processes", type=int, default=4, help="processes of the workers")
+    parser.add_argument("--processes", type=int, default=min(8, max(1, (os.cpu_count() or 2) // 2)), help="of the workers")
+    parser.add_argument("--heartbeat-s", type=float, default=5.0, help="each worker holds a heartbeat for so long, always")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite")
     parser.add_argument("--overload", action="store_true")
     parser.add_argument("--out", default="", help="JSON list to which the record is added")
@@ -334,7 +383,8 @@ def main() -> int:
         older = json.loads(path.read_text()) if path.exists() else []
         path.write_text(json.dumps([*older, record], indent=1) + "\n")
     print(json.dumps(record, indent=1))
-    return 1 if record["acknowledged_lost"] or record["audit"] or record["learner_failed"] else 0
+    print(table(record))
+    return 1 if record["broken"] else 0
 
 
 if __name__ == "__main__":

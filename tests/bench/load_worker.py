@@ -1,7 +1,7 @@
-"""Simulated workers of the load test: real ledger clients, each with a connection of its own, many to a process.
+"""Simulated workers of the load test: real ledger clients with connections of their own, many workers to a process.
 
-A worker registers, leases, waits until a sample is due, submits, and sends heartbeats, through ``LedgerClient`` alone. What is
-acknowledged is written down in a file before anything else is done. One process holds some hundred workers, a thread each.
+A worker registers, leases, waits until a sample is due, and submits; beside that it holds a heartbeat open all the time, on a
+second connection, as the worker role does. What is acknowledged is written down in a file before anything else is done.
 """
 
 from __future__ import annotations
@@ -31,23 +31,27 @@ from rollbook.core.records import (
     SubmitOutcome,
     Trajectory,
 )
+from rollbook.rpc import status
 from rollbook.rpc.client import LedgerClient
 
-HEARTBEAT_S = 20.0
 ACK = struct.Struct("<qq")
 TOKEN_BYTES = 12
 """Bytes of one token as it travels: id, log-prob, version."""
 
 
 class Counting(grpc.UnaryUnaryClientInterceptor):
-    """Counts the status of every attempt, also of those that the client repeats."""
+    """Counts the status of every attempt, also of those that are repeated, and whether a refusal said when to come again."""
 
     def __init__(self, counts: Counter[str]) -> None:
         self._counts = counts
 
     def intercept_unary_unary(self, continuation: Any, details: grpc.ClientCallDetails, request: Any) -> Any:
         call = continuation(details, request)
-        self._counts[f"{details.method.rpartition('/')[2]} {call.code().name}"] += 1
+        what = call.code().name
+        if call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            hinted = any(key == status.RETRY_AFTER_KEY for key, _ in call.trailing_metadata() or ())
+            what += "" if hinted else " without a hint"
+        self._counts[f"{details.method.rpartition('/')[2]} {what}"] += 1
         return call
 
 
@@ -57,7 +61,12 @@ class Worker:
     def __init__(self, number: int, plan: dict[str, Any], shared: Shared) -> None:
         self.name = f"worker-{number}"
         self._plan, self._shared = plan, shared
-        self._client = LedgerClient(plan["address"], plan["run_id"], dial=self._dial, rng=random.Random(number))
+        self._client, self._beat_client = (
+            LedgerClient(plan["address"], plan["run_id"], dial=self._dial, rng=random.Random(f"{who}-{number}"))
+            for who in ("work", "beat")
+        )
+        self._over = threading.Event()
+        self._head: PolicyVersion | None = None
         self._loaded: PolicyVersion | None = None
         self._grants: list[LeaseGrant] = []
         self._calls = self._sequence = 0
@@ -73,29 +82,24 @@ class Worker:
     def run(self) -> None:
         """Work until the end of the plan."""
         plan = self._plan
-        self._client.register_worker(self.name, "host", "simulated", json.dumps({"name": self.name}))
+        self._attempt(lambda: self._client.register_worker(self.name, "host", "simulated", json.dumps({"name": self.name})))
+        beats = threading.Thread(target=self._beat, daemon=True, name=f"{self.name}-beat")
+        beats.start()
         every_s = plan["batch"] / plan["rate_per_worker"]
-        due = plan["starts_s"] + self._rng.random() * every_s
-        beat = due
+        due = max(plan["starts_s"], plan["flood_ends_s"]) + self._rng.random() * every_s
         while (now := time.monotonic()) < plan["ends_s"]:
-            if now >= beat:
-                self._attempt(self._heartbeat)
-                beat = now + HEARTBEAT_S
             if len(self._grants) < plan["batch"]:
                 self._attempt(self._lease)
-                continue
-            if not self._is_flood(now):
-                due = max(due, plan["flood_ends_s"])
-                if due > now:
-                    time.sleep(min(due - now, 1.0))
-                    continue
-            self._attempt(lambda due=due: self._submit(due))  # type: ignore[misc]
-            due += every_s
+            elif plan["starts_s"] <= now < plan["flood_ends_s"]:  # nobody waits for a sample to be due
+                self._attempt(lambda now=now: self._submit(now))  # type: ignore[misc]
+            elif due > now:
+                time.sleep(min(due - now, 1.0))
+            else:
+                self._attempt(lambda due=due: self._submit(due))  # type: ignore[misc]
+                due += every_s
+        self._over.set()
         self._client.close()
-
-    def _is_flood(self, now: float) -> bool:
-        """While it lasts nobody waits for a sample to be due."""
-        return bool(now < self._plan["flood_ends_s"])
+        beats.join(plan["heartbeat_s"] + 15.0)
 
     def _attempt(self, call: Any) -> None:
         try:
@@ -104,9 +108,21 @@ class Worker:
             self._shared.gave_up[type(error).__name__] += 1
             time.sleep(0.5)
 
+    def _beat(self) -> None:
+        every_s = self._plan["heartbeat_s"]
+        while not self._over.is_set():
+            began = time.monotonic()
+            self._attempt(self._heartbeat)
+            self._over.wait(max(0.0, every_s - (time.monotonic() - began)))
+        self._beat_client.close()
+
     def _heartbeat(self) -> None:
-        lost = self._client.heartbeat(self.name, self._loaded, [(g.key, g.token) for g in self._grants]).lost
-        self._grants = [g for g in self._grants if g.key not in lost]
+        held, head = list(self._grants), self._head
+        reply = self._beat_client.heartbeat(
+            self.name, self._loaded, [(g.key, g.token) for g in held], self._plan["heartbeat_s"], head.version if head else -1
+        )
+        self._head = reply.head
+        self._shared.lost(len(reply.lost))
 
     def _lease(self) -> None:
         self._calls += 1
@@ -116,7 +132,7 @@ class Worker:
             self._loaded = reply.wanted
         self._grants += reply.grants
         if not reply.grants and reply.wanted is None:
-            time.sleep(min(0.2, reply.retry_after_s))
+            time.sleep(reply.retry_after_s)
 
     def _submit(self, due: float) -> None:
         batch, self._grants = self._grants[: self._plan["batch"]], self._grants[self._plan["batch"] :]
@@ -158,6 +174,11 @@ class Shared:
                 self.ack_s.append(ack_s)
                 self.late_s.append(late_s)
                 self.at_s.append(time.monotonic())
+
+    def lost(self, n: int) -> None:
+        """Leases that a heartbeat named and that were over."""
+        if n:
+            self.outcomes["lease lost"] += n
 
     def record(self) -> dict[str, Any]:
         return {

@@ -297,7 +297,7 @@ def test_a_long_poll_ends_before_the_callers_deadline() -> None:
     assert 0 < ledger.calls[0][1][3] < 5
 
 
-def test_polls_beyond_their_share_of_the_threads_do_not_wait() -> None:
+def test_polls_beyond_their_number_do_not_wait() -> None:
     held, release = threading.Semaphore(0), threading.Event()
     waits: list[float] = []
 
@@ -308,7 +308,7 @@ def test_polls_beyond_their_share_of_the_threads_do_not_wait() -> None:
             release.wait(20)
         return HeartbeatReply(None, (), False)
 
-    with wired(CannedLedger(heartbeat=heartbeat), threads=4) as client:
+    with wired(CannedLedger(heartbeat=heartbeat), threads=4, polls=3) as client:
         waiting = [in_thread(lambda: client.heartbeat("worker-1", None, [], wait_s=20.0)) for _ in range(3)]
         for _ in waiting:
             assert held.acquire(timeout=10)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -52,36 +53,48 @@ DOUBT_S = 1.0
 
 
 class Bell:
-    """Topics that are rung after commits; waiters wake when their topic was rung since they looked."""
+    """Topics that are rung after commits; waiters wake when their own topic was rung since they looked."""
 
     def __init__(self) -> None:
-        self._condition = host().condition()
+        self._lock = threading.Lock()
+        self._topics: dict[str, threading.Condition] = {}
         self._rung: dict[str, int] = {}
         self._closed = False
 
     def ring(self, topics: Iterable[str]) -> None:
-        with self._condition:
-            for topic in topics:
+        for topic in topics:
+            condition = self._of(topic)
+            with condition:
                 self._rung[topic] = self._rung.get(topic, 0) + 1
-            self._condition.notify_all()
+                condition.notify_all()
 
     def seen(self, topic: str) -> int:
-        with self._condition:
-            return self._rung.get(topic, 0)
+        return self._rung.get(topic, 0)
 
     def wait(self, topic: str, seen: int, timeout_s: float) -> None:
         """Return when ``topic`` was rung since ``seen``, the ledger closes, or the time is over."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._closed or self._rung.get(topic, 0) != seen, timeout=timeout_s)
+        condition = self._of(topic)
+        with condition:
+            condition.wait_for(lambda: self._closed or self._rung.get(topic, 0) != seen, timeout=timeout_s)
 
     def close(self) -> None:
-        with self._condition:
+        with self._lock:
             self._closed = True
-            self._condition.notify_all()
+            topics = list(self._topics.values())
+        for condition in topics:
+            with condition:
+                condition.notify_all()
 
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def _of(self, topic: str) -> threading.Condition:
+        """Its own condition for each topic, so that a ring wakes nobody whom it does not concern."""
+        with self._lock:
+            if topic not in self._topics:
+                self._topics[topic] = host().condition()
+            return self._topics[topic]
 
 
 def again_on_conflict(verb: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
@@ -133,7 +146,12 @@ class LedgerBase:
     """What retention has let go, as of the last commit."""
     _lineages: tuple[Lineage, ...] = ()
     """Oldest first; every one but the first forks from the one before it."""
+    _statements: tuple[tuple[Lineage, ...], dict[Hashable, Any]] | None = None
+    """Those built for the lineages there are."""
     _sequence: itertools.count[int] = itertools.count()
+    _news_lock: threading.Condition
+    _newest_news: tuple[int, PolicyVersion | None, bool] | None = None
+    """How often the head had changed when it was read, what it was, and whether the run was complete."""
 
     @property
     def run(self) -> RunRecord:
@@ -174,8 +192,10 @@ class LedgerBase:
         now_us = self._database.now_us(conn)
         term = self._term
         if term is not None:
-            query = sa.select(t.fence.c.epoch).where(t.fence.c.run_id == self.run.run_id, t.fence.c.role == Role.LEDGER.value)
-            epoch = conn.execute(query.with_for_update(read=True)).scalar_one_or_none()
+            c, run_id = t.fence.c, self.run.run_id
+            query = self._statement("guard", lambda: sa.select(c.epoch).where(
+                c.run_id == run_id, c.role == Role.LEDGER.value).with_for_update(read=True))  # fmt: skip
+            epoch = conn.execute(query).scalar_one_or_none()
             if epoch != term.epoch:
                 raise ServerFenced(
                     f"ledger epoch {term.epoch} of {term.holder} was superseded by epoch {epoch}; this server stops"
@@ -226,8 +246,14 @@ class LedgerBase:
             raise ServerFenced(str(self._fenced))
         unavailable_when_closed(self._bell)
 
-    def _await(self, topic: str, wait_s: float, attempt: Callable[[], T], satisfied: Callable[[T], bool]) -> T:
-        """Repeat ``attempt`` until ``satisfied`` or ``wait_s`` (at most WAIT_MAX_S) is over; returns the last result."""
+    def _await(
+        self, topic: str, wait_s: float, attempt: Callable[[], T], satisfied: Callable[[T], bool],
+        recheck_s: float | None = None,
+    ) -> T:  # fmt: skip
+        """Repeat ``attempt`` until ``satisfied`` or ``wait_s`` (at most WAIT_MAX_S) is over; returns the last result.
+
+        ``recheck_s``: in place of RECHECK_S.
+        """
         ends = host().monotonic() + min(max(0.0, wait_s), WAIT_MAX_S)  # this order makes 0 of NaN
         while True:
             seen = self._bell.seen(topic)
@@ -237,7 +263,7 @@ class LedgerBase:
             settle_s = min(max(SETTLE_S, 4 * (host().monotonic() - began)), RECHECK_S)
             if satisfied(result) or left <= 0 or self._bell.closed:
                 return result
-            self._bell.wait(topic, seen, min(left, RECHECK_S))
+            self._bell.wait(topic, seen, min(left, RECHECK_S if recheck_s is None else recheck_s))
             self._bell.wait("", 0, min(left, settle_s))
 
     def _check_term(self, txn: Txn, term: RoleTerm, role: Role) -> None:
@@ -267,12 +293,27 @@ class LedgerBase:
     def _events(self, txn: Txn, rows: Sequence[dict[str, object]]) -> None:
         self._database.insert_rows(txn.conn, t.event, rows)
 
+    def _statement(self, name: Hashable, build: Callable[[], T]) -> T:
+        """A statement that is built once: building one again costs more than running it. ``name`` holds what it is built from,
+        beside the run and its lineages."""
+        known = self._statements
+        if known is None or known[0] is not self._lineages:
+            known = self._statements = (self._lineages, {})
+        found = known[1].get(name)
+        if found is None:
+            found = known[1][name] = build()
+        return cast(T, found)
+
     def _newest_events(self, conn: sa.Connection, kinds: Sequence[str], n: int = 1, *where: Any) -> Sequence[Any]:
         """The newest ``n`` events of these kinds, newest first; for kinds of which a run has few."""
         e = t.event.c
-        rows = sa.select(t.event).where(e.run_id == self.run.run_id, e.kind.in_(kinds), *where)
-        # By the plain number SQLite would walk through every event of the run instead of the index of kinds.
-        return conn.execute(rows.order_by((e.seq + 0).desc()).limit(n)).all()
+
+        def build() -> sa.Select:
+            rows = sa.select(t.event).where(e.run_id == self.run.run_id, e.kind.in_(kinds), *where)
+            # By the plain number SQLite would walk through every event of the run instead of the index of kinds.
+            return rows.order_by((e.seq + 0).desc()).limit(n)
+
+        return conn.execute(build() if where else self._statement(("events", tuple(kinds), n), build)).all()
 
     def _refuse_expired(self, ordinal: int) -> None:
         """Raises Expired for a group that retention has let go."""
@@ -324,16 +365,23 @@ class LedgerBase:
         return sa.or_(*parts)
 
     def _last_planned(self, conn: sa.Connection, lineage: int) -> int:
-        where = self._along(t.plan.c.lineage, t.plan.c.step, lineage)
-        return conn.execute(sa.select(sa.func.max(t.plan.c.step)).where(t.plan.c.run_id == self.run.run_id, where)).scalar() or 0
+        def build() -> sa.Select:
+            c = t.plan.c
+            return sa.select(sa.func.max(c.step)).where(c.run_id == self.run.run_id, self._along(c.lineage, c.step, lineage))
+
+        return conn.execute(self._statement(("last planned", lineage), build)).scalar() or 0
 
     def _version(self, conn: sa.Connection, lineage: int, version: int | None) -> PolicyVersion | None:
         """Version ``version`` (None = newest) along the ancestry of ``lineage``; None when it is not published."""
-        c = t.policy_version.c
-        query = sa.select(t.policy_version).where(c.run_id == self.run.run_id, self._along(c.lineage, c.version, lineage))
-        if version is not None:
-            query = query.where(c.version == version)
-        row = conn.execute(query.order_by(c.version.desc(), c.lineage.desc()).limit(1)).first()
+        def build() -> sa.Select:
+            c = t.policy_version.c
+            query = sa.select(t.policy_version).where(c.run_id == self.run.run_id, self._along(c.lineage, c.version, lineage))
+            if version is not None:
+                query = query.where(c.version == sa.bindparam("number"))
+            return query.order_by(c.version.desc(), c.lineage.desc()).limit(1)
+
+        query = self._statement(("version", lineage, version is None), build)
+        row = conn.execute(query, {} if version is None else {"number": version}).first()
         return None if row is None else policy_version_of(row)
 
     def _head(self, conn: sa.Connection) -> PolicyVersion | None:

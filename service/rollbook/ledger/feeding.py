@@ -157,10 +157,10 @@ class Feeding(LedgerBase):
         run_id, rules = self.run.run_id, self.rules
         with self._read() as conn:
             issued, low = self._next_ordinal(conn, run_id), load_kept(conn, run_id).low_watermark
-            terminal = conn.execute(self._terminal_groups(low, issued)).scalar_one() + self._n_closed_gone(conn)
+            terminal = self._n_terminal(conn, low, issued) + self._n_closed_gone(conn)
             frontier = self._frontier(conn)
             opened = frontier.ordinal + 1
-            unopened = issued - opened - conn.execute(self._terminal_groups(opened, issued)).scalar_one()
+            unopened = issued - opened - self._n_terminal(conn, opened, issued)
         useful = issued if self._is_fixed else issued - terminal
         wanted = max(0, lookahead_groups - unopened)
         return wanted if rules.steps <= 0 else max(0, min(wanted, rules.steps * rules.groups_per_step - useful))
@@ -175,26 +175,26 @@ class Feeding(LedgerBase):
         """Largest slot ever granted; slots are granted in order, so everything behind it is new. (-1, -1) when none was."""
         best = SlotKey(-1, -1)
         for table in (t.lease, t.sample):
-            c = table.c
-            row = conn.execute(
-                sa.select(c.ordinal, c.sibling).where(c.run_id == self.run.run_id)
-                .order_by(c.run_id.desc(), c.ordinal.desc(), c.sibling.desc()).limit(1)
-            ).first()  # fmt: skip
+            row = conn.execute(_NEWEST_SLOT[table.name], {"run_id": self.run.run_id}).first()
             if row is not None:
                 best = max(best, SlotKey(row.ordinal, row.sibling))
         return best
 
-    def _terminal_groups(self, first: int, end: int) -> sa.Select:
-        """Count of groups in [first, end) of which every slot has a verdict."""
-        v, g = t.verdict.c, t.prompt_group.c
-        closed = (
-            sa.select(v.ordinal)
-            .join(t.prompt_group, sa.and_(g.run_id == v.run_id, g.ordinal == v.ordinal))
-            .where(v.run_id == self.run.run_id, v.ordinal >= first, v.ordinal < end)
-            .group_by(v.ordinal, g.n_siblings)
-            .having(sa.func.count() == g.n_siblings)
-        )
-        return sa.select(sa.func.count()).select_from(closed.subquery())
+    def _n_terminal(self, conn: sa.Connection, first: int, end: int) -> int:
+        """Number of groups in [first, end) of which every slot has a verdict."""
+
+        def build() -> sa.Select:
+            v, g = t.verdict.c, t.prompt_group.c
+            closed = (
+                sa.select(v.ordinal)
+                .join(t.prompt_group, sa.and_(g.run_id == v.run_id, g.ordinal == v.ordinal))
+                .where(v.run_id == self.run.run_id, v.ordinal >= sa.bindparam("first"), v.ordinal < sa.bindparam("end"))
+                .group_by(v.ordinal, g.n_siblings)
+                .having(sa.func.count() == g.n_siblings)
+            )
+            return sa.select(sa.func.count()).select_from(closed.subquery())
+
+        return int(conn.execute(self._statement("terminal", build), {"first": first, "end": end}).scalar_one())
 
 
 def _append_digest(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) -> str:
@@ -227,3 +227,12 @@ def _check_append(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) ->
             raise InvalidRequest(f"group {g.ordinal}: refills are issued by the ledger, not by the feeder")
     if (n_slots := sum(g.n_siblings for g in groups)) > SLOTS_MAX:
         raise InvalidRequest(f"{n_slots} slots in one append; at most {SLOTS_MAX}")
+
+
+_NEWEST_SLOT = {
+    table.name: sa.select(table.c.ordinal, table.c.sibling)
+    .where(table.c.run_id == sa.bindparam("run_id"))
+    .order_by(table.c.run_id.desc(), table.c.ordinal.desc(), table.c.sibling.desc())
+    .limit(1)
+    for table in (t.lease, t.sample)
+}

@@ -1,6 +1,6 @@
-"""Workers, heartbeats and leases.
+"""Leases: who gets which slot, and when.
 
-Owns ``register_worker``, ``heartbeat``, ``lease_slots``, ``drain`` and expiry. Never trusts a worker's clock: replies carry
+Owns ``lease_slots``, for all workers that stand in line together (``desk``). Never trusts a worker's clock: replies carry
 durations. Upholds P5 together with planning (capacity R3 counts rows, never memory), P8 (a lease token grows with every grant
 of its slot) and P11 (a lease is granted only for weights whose digest is the published one). Slots are granted in order of
 (ordinal, sibling), retries first, so the groups opened so far are always the oldest ones.
@@ -15,115 +15,32 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rollbook.core.errors import InvalidRequest, StaleWeights
-from rollbook.core.records import HeartbeatReply, LeaseGrant, LeaseReply, PolicyVersion, SlotKey
+from rollbook.core.errors import InvalidRequest, RollbookError, StaleWeights
+from rollbook.core.records import LeaseGrant, LeaseReply, PolicyVersion, SlotKey
 from rollbook.core.staleness import fixed_step_of, fixed_version, head_lag, may_open_groups
 from rollbook.ledger import schema as t
-from rollbook.ledger.base import unavailable_when_closed
-from rollbook.ledger.failing import Failing
+from rollbook.ledger.desk import NOTHING, Answer, Desk, LeaseCall
+from rollbook.ledger.presence import Presence
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
 LEASE_SLOTS_MAX = 4096
 """Most slots of one grant."""
-HELD_MAX = 10_000
-"""Most leases of one heartbeat; each takes two parameters of a statement."""
+GRANTS_MAX = 32
+"""Most calls that are granted something in one transaction, which submissions wait for."""
 CALL_DIGITS_MAX = 18
-RETRY_AFTER_S = 0.5
 
 
 def _keys(name: str) -> sa.BindParameter[Any]:
     return sa.bindparam(name, expanding=True)
 
 
-class Leasing(Failing):
-    """Verbs of the workers before a sample exists."""
+class Leasing(Presence):
+    """The verb of the workers before a sample exists."""
 
+    _desk: Desk
     _newest_asked: dict[str, int]
     """Number of each worker's newest lease call, as far as this server has seen it."""
-
-    def register_worker(self, incarnation: str, host: str, engine: str, labels_json: str = "{}") -> None:
-        """Make the incarnation known. Idempotent: by incarnation."""
-        if not incarnation:
-            raise InvalidRequest("a worker needs an incarnation id of its own, new at every start")
-
-        def register(txn: Txn) -> None:
-            row = {"run_id": self.run.run_id, "incarnation": incarnation, "host": host, "engine": engine,
-                   "labels_json": labels_json, "registered_at_us": txn.now_us, "seen_at_us": txn.now_us}  # fmt: skip
-            txn.conn.execute(self._database.insert_ignore(t.worker), row)
-
-        self._write(register)
-
-    def _touch_worker(self, txn: Txn, incarnation: str, loaded: PolicyVersion | None) -> None:
-        values: dict[str, object] = {"seen_at_us": txn.now_us}
-        if loaded is not None:
-            values |= {"loaded_lineage": loaded.lineage, "loaded_version": loaded.version}
-        c = t.worker.c
-        where = (c.run_id == self.run.run_id, c.incarnation == incarnation)
-        if txn.conn.execute(sa.update(t.worker).where(*where).values(**values)).rowcount == 0:
-            raise InvalidRequest(
-                f"worker incarnation {incarnation!r} is unknown to run {self.run.run_id!r}; register_worker first"
-            )
-
-    def _is_registered(self, conn: sa.Connection, incarnation: str) -> bool:
-        here = (t.worker.c.run_id == self.run.run_id, t.worker.c.incarnation == incarnation)
-        return conn.execute(sa.select(t.worker.c.host).where(*here)).first() is not None
-
-    def heartbeat(
-        self, incarnation: str, loaded: PolicyVersion | None, leases: Sequence[tuple[SlotKey, int]], wait_s: float = 0.0,
-        known_version: int = -1,
-    ) -> HeartbeatReply:  # fmt: skip
-        """Renew the listed (slot, token) leases; with ``wait_s`` the reply is held until the head is not ``known_version``.
-
-        The hold is at most a third of the lease TTL, so that a waiting worker never loses what it holds.
-        Raises: InvalidRequest (unknown incarnation).
-        """
-        if len(leases) > HELD_MAX:
-            raise InvalidRequest(f"{len(leases)} leases in one heartbeat; at most {HELD_MAX}")
-        lost = self._write(lambda txn: self._renew_leases(txn, incarnation, loaded, leases))
-
-        def look() -> HeartbeatReply:
-            with self._read() as conn:
-                return HeartbeatReply(self._head(conn), lost, self._draining or self._complete(conn))
-
-        def news(reply: HeartbeatReply) -> bool:
-            return bool(lost) or reply.drain or (reply.head is not None and reply.head.version != known_version)
-
-        return self._await("head", min(max(0.0, wait_s), self.rules.lease_ttl_s / 3), look, news)
-
-    def _renew_leases(
-        self, txn: Txn, incarnation: str, loaded: PolicyVersion | None, leases: Sequence[tuple[SlotKey, int]]
-    ) -> tuple[SlotKey, ...]:
-        self._touch_worker(txn, incarnation, loaded)
-        if not leases:
-            return ()
-        c = t.lease.c
-        keys = [(key.ordinal, key.sibling) for key, _ in leases]
-        rows = self._database.rows_by_slot(txn.conn, t.lease, _LEASE_COLUMNS, self.run.run_id, keys)
-        mine = {(r.ordinal, r.sibling): r.token for r in rows if r.incarnation == incarnation}
-        owned = [tuple(key) for key, token in leases if mine.get(key) == token]
-        lost = [SlotKey(*key) for key, token in leases if mine.get(key) != token]
-        if owned:
-            expires_us = txn.now_us + int(self.rules.lease_ttl_s * 1_000_000)
-            here = (c.run_id == self.run.run_id, c.incarnation == incarnation, c.expires_at_us < expires_us)
-            txn.conn.execute(
-                sa.update(t.lease).where(*here, sa.tuple_(c.ordinal, c.sibling).in_(owned)).values(expires_at_us=expires_us)
-            )
-        if lost:
-            s = t.sample.c
-            delivered = sa.select(s.ordinal, s.sibling).where(
-                s.run_id == self.run.run_id,
-                s.incarnation == incarnation,
-                sa.tuple_(s.ordinal, s.sibling).in_([tuple(k) for k in lost]),
-            )
-            own = {SlotKey(r.ordinal, r.sibling) for r in txn.conn.execute(delivered)}
-            lost = [key for key in lost if key not in own]
-        return tuple(lost)
-
-    def drain(self) -> None:
-        """Ask every worker to stop leasing (kept until the server restarts)."""
-        self._draining = True
-        self._bell.ring(("head", "lease"))
 
     def lease_slots(
         self, incarnation: str, loaded: PolicyVersion | None, n_max: int, wait_s: float = 0.0, request_id: str = ""
@@ -136,43 +53,73 @@ class Leasing(Failing):
         """
         if not 1 <= n_max <= LEASE_SLOTS_MAX:
             raise InvalidRequest(f"n_max = {n_max}: lease between 1 and {LEASE_SLOTS_MAX} slots at a time")
+        self._refuse_when_fenced()
+        return self._desk.ask(LeaseCall(incarnation, loaded, n_max, request_id, wait_s))
 
-        def attempt() -> LeaseReply:
-            return self._write(lambda txn: self._lease(txn, incarnation, loaded, n_max, request_id))
+    def _look_at_line(self, line: Sequence[LeaseCall]) -> tuple[dict[LeaseCall, Answer], bool]:
+        """For the desk: the answers there are, and whether it ended before everybody's turn."""
+        return self._write(lambda txn: self._serve_line(txn, line))
 
-        reply = self._await("lease", wait_s, attempt, lambda r: bool(r.grants or r.wanted or r.drain))
-        unavailable_when_closed(self._bell)
-        return reply
+    def _serve_line(self, txn: Txn, line: Sequence[LeaseCall]) -> tuple[dict[LeaseCall, Answer], bool]:
+        """Answer whoever can be answered, in their order, as if each had a transaction of its own."""
+        drains, head = self._draining or self._complete(txn.conn), self._head(txn.conn)
+        answers: dict[LeaseCall, Answer] = {}
+        for call in line:
+            if (answer := self._admit(txn, call, not drains and head is not None)) is not None:
+                answers[call] = answer
+        n_granted = 0
+        while asking := [call for call in line if call not in answers]:
+            if drains:
+                answers.update(dict.fromkeys(asking, LeaseReply((), None, NOTHING.retry_after_s, drain=True)))
+            elif n_granted >= GRANTS_MAX:
+                return answers, True
+            elif head is None or not (granted := self._hand_out(txn, head, asking, answers)):
+                break
+            else:
+                n_granted += granted
+        return answers, False
 
-    def _lease(self, txn: Txn, incarnation: str, loaded: PolicyVersion | None, n_max: int, request_id: str) -> LeaseReply:
-        again = self._answered(txn.conn, incarnation, request_id) if request_id else None
-        self._touch_worker(txn, incarnation, loaded if again is None else None)
-        if again is not None:
-            return again
-        if self._draining or self._complete(txn.conn):
-            return LeaseReply((), None, RETRY_AFTER_S, drain=True)
-        head = self._head(txn.conn)
-        if head is None:
-            return LeaseReply((), None, RETRY_AFTER_S)
-        self._check_loaded(txn.conn, loaded)
-        free = self._free_leases(txn)
-        frontier = self._frontier(txn.conn)
+    def _admit(self, txn: Txn, call: LeaseCall, may_grant: bool) -> Answer | None:
+        """The answer of a call that needs no slot; None for one that stands in line."""
+        if call.admitted:
+            return NOTHING if self._is_overtaken(call) else None
+        again = self._answered(txn.conn, call.incarnation, call.request_id) if call.request_id else None
+        try:
+            if again is None and may_grant:
+                self._check_loaded(txn.conn, call.loaded)
+            self._touch_worker(txn, call.incarnation, call.loaded if again is None else None)
+        except RollbookError as error:
+            return error
+        return again
+
+    def _hand_out(
+        self, txn: Txn, head: PolicyVersion, asking: Sequence[LeaseCall], answers: dict[LeaseCall, Answer]
+    ) -> int:
+        """One look at what there is, and what the first in line get of it; how many got something."""
+        conn = txn.conn
+        free, frontier = self._free_leases(txn), self._frontier(conn)
+        wanted: PolicyVersion | None = head
         if self._is_fixed:
-            wanted = self._wanted_fixed(txn.conn, free, frontier)
-            if wanted is None:
-                return LeaseReply((), None, RETRY_AFTER_S)
-        else:
-            wanted = head
-            if head_lag(self._last_planned(txn.conn, self._newest_lineage()) + 1, head.version) > self.rules.max_lag_versions:
-                return LeaseReply((), None, RETRY_AFTER_S)  # a fork's plans are trained again first; now all would be too stale
-        if loaded is None or (loaded.lineage, loaded.version, loaded.digest) != (wanted.lineage, wanted.version, wanted.digest):
-            return LeaseReply((), wanted, 0.0)
-        breaker = self._breaker(txn.conn)
-        room = self._probe_room(txn, breaker, n_max)
-        granted = self._choose(txn, free, frontier, wanted, room, breaker.is_open) if room else []
-        if not granted:
-            return LeaseReply((), None, RETRY_AFTER_S)
-        return self._grant(txn, incarnation, wanted, granted, request_id)
+            wanted = self._wanted_fixed(conn, free, frontier)
+        elif head_lag(self._last_planned(conn, self._newest_lineage()) + 1, head.version) > self.rules.max_lag_versions:
+            wanted = None  # a fork's plans are trained again first; now all would be too stale
+        if wanted is None:
+            return 0
+        answers.update({call: LeaseReply((), wanted, 0.0) for call in asking if not _holds(call.loaded, wanted)})
+        ready = [call for call in asking if call not in answers]
+        breaker = self._breaker(conn)
+        n_slots = min(LEASE_SLOTS_MAX, sum(call.n_max for call in ready[:GRANTS_MAX]))
+        room = self._probe_room(txn, breaker, n_slots) if ready else 0
+        chosen = self._choose(txn, free, frontier, wanted, room, breaker.is_open) if room else []
+        n_granted = 0
+        for call in ready[:GRANTS_MAX]:
+            if chosen and call not in answers:
+                share, chosen = chosen[: call.n_max], chosen[call.n_max :]
+                answers[call] = reply = self._grant(txn, call.incarnation, wanted, share, call.request_id)
+                n_granted += 1
+                # A repetition of the call stands in the same line.
+                answers.update({other: reply for other in ready if call.request_id and _same(other, call)})
+        return n_granted
 
     def _can_probe(self, txn: Txn) -> bool:
         """Whether a slot is held that may close an open breaker, or can be leased for it."""
@@ -182,11 +129,6 @@ class Leasing(Failing):
         free, frontier = self._free_leases(txn), self._frontier(txn.conn)
         wanted = self._wanted_fixed(txn.conn, free, frontier) if self._is_fixed else self._head(txn.conn)
         return wanted is not None and bool(self._choose(txn, free, frontier, wanted, 1, True))
-
-    def _complete(self, conn: sa.Connection) -> bool:
-        """True when the last configured step is planned: nothing more will be trained."""
-        steps = self.rules.steps
-        return steps > 0 and self._last_planned(conn, self._newest_lineage()) >= steps
 
     def _check_loaded(self, conn: sa.Connection, loaded: PolicyVersion | None) -> None:
         if loaded is None:
@@ -268,11 +210,8 @@ class Leasing(Failing):
         rules, lineage = self.rules, self._newest_lineage()
         waiting = self._opened_unplanned(conn, lineage, frontier)
         head = self._head(conn)
-        c = t.plan.c
         unpublished = conn.execute(
-            sa.select(sa.func.coalesce(sa.func.sum(c.n_groups), 0)).where(
-                c.run_id == self.run.run_id, self._along(c.lineage, c.step, lineage), c.step > (head.version if head else -1)
-            )
+            self._statement(("unpublished", lineage), lambda: self._unpublished(lineage)), {"head": head.version if head else -1}
         ).scalar_one()
         may = may_open_groups(waiting + int(unpublished), rules.groups_per_step, rules.max_lag_versions)
         if rules.steps > 0:
@@ -280,18 +219,26 @@ class Leasing(Failing):
             may = max(0, min(may, needed))
         return may
 
+    def _unpublished(self, lineage: int) -> sa.Select:
+        """Number of groups in plans of steps after ``head``."""
+        c = t.plan.c
+        here = (c.run_id == self.run.run_id, self._along(c.lineage, c.step, lineage), c.step > sa.bindparam("head"))
+        return sa.select(sa.func.coalesce(sa.func.sum(c.n_groups), 0)).where(*here)
+
     def _opened_unplanned(self, conn: sa.Connection, lineage: int, frontier: SlotKey) -> int:
         """Opened groups that are neither terminal nor planned, counted from the watermark on."""
         first, end = self._watermark, frontier.ordinal + 1
         if end <= first:
             return 0
-        i = t.plan_item.c
-        planned = conn.execute(
-            sa.select(sa.func.count(sa.distinct(i.ordinal))).where(
-                i.run_id == self.run.run_id, self._along(i.lineage, i.step, lineage), i.ordinal >= first, i.ordinal < end
-            )
-        ).scalar_one()
-        terminal = conn.execute(self._terminal_groups(first, end)).scalar_one()
+
+        def build() -> sa.Select:
+            c = t.plan_item.c
+            along = self._along(c.lineage, c.step, lineage)
+            inside = (c.run_id == self.run.run_id, along, c.ordinal >= sa.bindparam("first"), c.ordinal < sa.bindparam("end"))
+            return sa.select(sa.func.count(sa.distinct(c.ordinal))).where(*inside)
+
+        planned = conn.execute(self._statement(("planned", lineage), build), {"first": first, "end": end}).scalar_one()
+        terminal = self._n_terminal(conn, first, end)
         return int(end - first - planned - terminal)
 
     def _grant(
@@ -325,11 +272,10 @@ class Leasing(Failing):
             grants = json.dumps(
                 [[k.ordinal, k.sibling, token, attempt, version.lineage, version.version] for k, token, attempt, _ in granted]
             )
-            txn.conn.execute(
-                sa.insert(t.lease_receipt).values(
-                    run_id=run_id, incarnation=incarnation, request_id=request_id, grants_json=grants, granted_at_us=txn.now_us
-                )
-            )
+            self._database.insert_rows(txn.conn, t.lease_receipt, [
+                {"run_id": run_id, "incarnation": incarnation, "request_id": request_id, "grants_json": grants,
+                 "granted_at_us": txn.now_us}
+            ])  # fmt: skip
         failpoint("ledger.lease.before_commit")
         txn.after_commit.append(lambda: failpoint("ledger.lease.after_commit"))
         entries = [(k, token, attempt) for k, token, attempt, _ in granted]
@@ -381,12 +327,15 @@ class Leasing(Failing):
             known = map(_number_of, conn.execute(sa.select(c.request_id).where(*where)).scalars())
             self._newest_asked[incarnation] = max((n for n in known if n is not None), default=number)
         self._newest_asked[incarnation] = max(number, self._newest_asked[incarnation])
-        return LeaseReply((), None, RETRY_AFTER_S) if number < self._newest_asked[incarnation] else None
+        return NOTHING if number < self._newest_asked[incarnation] else None
+
+    def _is_overtaken(self, call: LeaseCall) -> bool:
+        number = _number_of(call.request_id)
+        return number is not None and number < self._newest_asked.get(call.incarnation, number)
 
     def _granted(self, conn: sa.Connection, incarnation: str, request_id: str) -> LeaseReply | None:
-        c = t.lease_receipt.c
-        where = (c.run_id == self.run.run_id, c.incarnation == incarnation, c.request_id == request_id)
-        stored = conn.execute(sa.select(c.grants_json).where(*where)).scalar_one_or_none()
+        key = {"run_id": self.run.run_id, "incarnation": incarnation, "request_id": request_id}
+        stored = conn.execute(_RECEIPT, key).scalar_one_or_none()
         if stored is None:
             return None
         rows = json.loads(stored)
@@ -394,6 +343,16 @@ class Leasing(Failing):
         if version is None:
             return None
         return LeaseReply(self._grants(conn, [(SlotKey(r[0], r[1]), r[2], r[3]) for r in rows], version), None, 0.0)
+
+
+def _holds(loaded: PolicyVersion | None, wanted: PolicyVersion) -> bool:
+    """Whether a worker has loaded what it is to sample from, by its digest (P11)."""
+    names = (wanted.lineage, wanted.version, wanted.digest)
+    return loaded is not None and (loaded.lineage, loaded.version, loaded.digest) == names
+
+
+def _same(call: LeaseCall, other: LeaseCall) -> bool:
+    return (call.incarnation, call.request_id) == (other.incarnation, other.request_id)
 
 
 def _number_of(request_id: str) -> int | None:
@@ -409,7 +368,6 @@ def _after(frontier: SlotKey) -> dict[str, int]:
 
 _L, _S, _V = t.lease.c, t.slot.c, t.verdict.c
 
-_LEASE_COLUMNS = ("ordinal", "sibling", "token", "incarnation")
 _FREE = (
     sa.select(_L.ordinal, _L.sibling, _L.token, _L.attempt)
     .where(_L.run_id == sa.bindparam("run_id"), _L.incarnation.is_(None))
@@ -434,6 +392,10 @@ _VERSION = sa.select(t.policy_version).where(
     t.policy_version.c.run_id == sa.bindparam("run_id"),
     t.policy_version.c.lineage == sa.bindparam("lineage"),
     t.policy_version.c.version == sa.bindparam("version"),
+)
+_R = t.lease_receipt.c
+_RECEIPT = sa.select(_R.grants_json).where(
+    *(c == sa.bindparam(c.name) for c in (_R.run_id, _R.incarnation, _R.request_id))
 )
 _GRANT_AGAIN = (
     sa.update(t.lease)

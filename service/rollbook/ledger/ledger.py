@@ -17,6 +17,7 @@ from rollbook.core.records import Violation
 from rollbook.core.settings import RetentionConfig
 from rollbook.ledger.audit import Subject, run_audit
 from rollbook.ledger.base import Bell, again_on_conflict, load_kept
+from rollbook.ledger.desk import Desk
 from rollbook.ledger.dialects import Database
 from rollbook.ledger.migrate import current_revision, prepare
 from rollbook.ledger.partitions import Partitions
@@ -58,7 +59,9 @@ class Ledger(Roles, Retaining):
         self._retention = retention or RetentionConfig()
         self._payload_bytes_max = payload_bytes_max
         self._attach_lock = threading.Lock()
+        self._news_lock = host().condition()
         self._bell = Bell()
+        self._desk = Desk(self._bell, self._look_at_line)
         self._newest_asked = {}
         self._closed = False
         self._database = Database(url, self._clock, role_ttl_s=role_ttl_s, password_file=password_file)

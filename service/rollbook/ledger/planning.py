@@ -89,6 +89,7 @@ class Planning(Submitting):
 
     def _plan(self, txn: Txn, term: RoleTerm, lineage: int, step: int) -> Plan | RunPaused | str:
         self._check_term(txn, term, Role.LEARNER)
+        self._plan_due_at = 0
         if (stored := self._stored_plan(txn.conn, lineage, step)) is not None:
             self._refuse_unreplayable(step)
             return stored
@@ -137,14 +138,8 @@ class Planning(Submitting):
         revision = self.run.revision
         txn.conn.execute(
             sa.insert(t.plan).values(
-                run_id=run_id,
-                lineage=lineage,
-                step=step,
-                base_version=base_version(step),
-                revision=revision,
-                n_groups=len(ordinals), n_items=len(items),
-                items_digest=content, chain_digest=chain,
-                epoch=term.epoch,
+                run_id=run_id, lineage=lineage, step=step, base_version=base_version(step), revision=revision,
+                n_groups=len(ordinals), n_items=len(items), items_digest=content, chain_digest=chain, epoch=term.epoch,
                 planned_at_us=txn.now_us,
             )  # fmt: skip
         )
@@ -160,7 +155,7 @@ class Planning(Submitting):
         )  # fmt: skip
         self._event(txn, "step_planned", lineage=lineage, step=step, n_groups=len(ordinals), n_items=len(items))
         self._raise_watermark(txn)
-        txn.rings |= {"lease", "head"}
+        txn.rings |= {"lease", "head"} if 0 < self.rules.steps <= step else {"lease"}
         failpoint("ledger.plan.before_commit")
         txn.after_commit.append(lambda: failpoint("ledger.plan.after_commit"))
         return Plan(lineage, step, base_version(step), revision, items, content, chain)
@@ -194,6 +189,7 @@ class Planning(Submitting):
             else:
                 waiting.append(group)
         if len(ready) < needed:
+            self._plan_due_at = self._n_touched + needed - n_complete
             return self._used_up(txn.conn, step) or f"{n_complete} of {needed} groups are complete"
         if rules.straggler == "wait" and (held := self._stragglers(waiting, step)):
             since_us = max(g.newest_us for g in ready)
@@ -308,6 +304,7 @@ class Planning(Submitting):
         if open_groups:
             if (paused := self._paused(conn, ordinals)) is not None:
                 return paused
+            self._plan_due_at = self._n_touched + len(open_groups)
             return f"{len(groups) - len(open_groups)} of {len(groups)} groups are complete, group {open_groups[0].ordinal} is not"
         return [g.ordinal for g in groups]
 

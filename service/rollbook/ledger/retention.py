@@ -165,7 +165,7 @@ class Retaining(Survival):
         counts = {
             "last_step": count(t.plan_item, of=sa.func.max(i.step)),
             "n_groups": count(t.prompt_group),
-            "n_closed": int(conn.execute(self._terminal_groups(first, end)).scalar_one()),
+            "n_closed": self._n_terminal(conn, first, end),
             "n_refills": count(t.prompt_group, g.refills.is_not(None)),
             "n_slots": count(t.slot),
             "n_samples": count(t.sample),

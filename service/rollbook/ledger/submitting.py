@@ -136,6 +136,11 @@ def unpack_versions(stored: bytes, n_tokens: int) -> bytes:
 class Submitting(Leasing):
     """The verb that makes rollouts durable."""
 
+    _n_touched: int = 0
+    """Groups that samples were stored for, counted once for each transaction."""
+    _plan_due_at: int = 0
+    """The same number from which on the next step may have all its groups; below it nobody need look."""
+
     def submit_samples(self, submissions: Sequence[Submission]) -> list[SubmitResult]:
         """Store finished rollouts; one outcome per item, in order.
 
@@ -330,7 +335,9 @@ class Submitting(Leasing):
         failpoint("ledger.submit.before_payloads")
         self._database.insert_rows(txn.conn, t.payload, payloads)
         self._database.delete_by_slot(txn.conn, t.lease, run_id, [(s["ordinal"], s["sibling"]) for s in samples])
-        txn.rings.add("plan")
+        self._n_touched += len({s["ordinal"] for s in samples})
+        if self._n_touched >= self._plan_due_at:
+            txn.rings.add("plan")
         failpoint("ledger.submit.before_commit")
         txn.after_commit.append(lambda: failpoint("ledger.submit.after_commit"))
 

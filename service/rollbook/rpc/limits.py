@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -88,8 +88,8 @@ class Clients:
 class Pool(ThreadPoolExecutor):
     """Threads that know how many calls wait for one of them."""
 
-    def __init__(self, threads: int) -> None:
-        super().__init__(threads, thread_name_prefix="rpc")
+    def __init__(self, threads: int, name: str = "rpc") -> None:
+        super().__init__(threads, thread_name_prefix=name)
         self.threads = threads
         self._count = threading.Lock()
         self.waiting = 0
@@ -127,26 +127,25 @@ class Refusals:
 
     def instead(self, handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler | None:
         """The handler, run on these threads: a busy server is a healthy one, and says so."""
-        if handler is None or handler.unary_unary is None:
-            return handler
-
-        def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
-            return handler.unary_unary(request, context)
-
-        behaviour.experimental_thread_pool = self.threads  # type: ignore[attr-defined]
-        return grpc.unary_unary_rpc_method_handler(
-            behaviour, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
-        )
+        return run_on(self.threads, handler)
 
     def close(self) -> None:
         self.threads.shutdown(wait=False)
 
 
 class Overload(grpc.ServerInterceptor):
-    """Refuses what would only wait: outermost, so that an overloaded server does nothing for the call but say so."""
+    """Refuses what would only wait: outermost, so that an overloaded server does nothing for the call but say so.
 
-    def __init__(self, pool: Pool, waiting_max: int, refusals: Refusals) -> None:
+    Args:
+        polls: Threads for the methods whose answers are held, so that those never take one that another call needs.
+        held: Paths of these methods.
+        waiting_max: Calls that may wait for a thread of either pool.
+    """
+
+    def __init__(self, pool: Pool, polls: Pool, held: Collection[str], waiting_max: int, refusals: Refusals) -> None:
         self._pool = pool
+        self._polls = polls
+        self._held = frozenset(held)
         self._waiting_max = waiting_max
         self._refusals = refusals
 
@@ -155,13 +154,31 @@ class Overload(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        waiting = self._pool.waiting
+        method = handler_call_details.method
+        pool = self._polls if method in self._held else self._pool
+        waiting = pool.waiting
         if waiting < self._waiting_max:
-            return continuation(handler_call_details)
-        if handler_call_details.method == HEALTH_CHECK:
+            handler = continuation(handler_call_details)
+            return run_on(pool, handler) if pool is self._polls else handler
+        if method == HEALTH_CHECK:
             return self._refusals.instead(continuation(handler_call_details))
-        text = f"{waiting} calls wait for one of {self._pool.threads} threads; call again later"
-        return self._refusals.of(overloaded(text, WAIT_S_FIRST * (1 + waiting / self._pool.threads)))
+        text = f"{waiting} calls wait for one of {pool.threads} threads; call again later"
+        return self._refusals.of(overloaded(text, WAIT_S_FIRST * (1 + waiting / pool.threads)))
+
+
+def run_on(threads: ThreadPoolExecutor, handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler | None:
+    """The handler of a method with one request and one answer, run on these threads; any other as it is."""
+    if handler is None or handler.unary_unary is None:
+        return handler
+    inner = handler.unary_unary
+
+    def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
+        return inner(request, context)
+
+    behaviour.experimental_thread_pool = threads  # type: ignore[attr-defined]
+    return grpc.unary_unary_rpc_method_handler(
+        behaviour, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+    )
 
 
 def overloaded(text: str, wait_s: float) -> Overloaded:

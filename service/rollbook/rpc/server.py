@@ -30,6 +30,9 @@ from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 CLEAR = SecurityConfig()
 """No TLS and no tokens, which only loopback is good for."""
 
+HELD = tuple(f"/{SERVICE}/{method}" for method in ("Heartbeat", "LeaseSlots"))
+"""Methods of which every worker has a call open all the time."""
+
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -113,6 +116,7 @@ def serve(
     security: SecurityConfig = CLEAR,
     max_message_bytes: int = 0,
     threads: int = 128,
+    polls: int = 2048,
     holds_role: Callable[[], bool] | None = None,
     on_fenced: Callable[[], None] | None = None,
     interceptors: tuple[grpc.ServerInterceptor, ...] = (),
@@ -122,8 +126,10 @@ def serve(
     Args:
         security: Certificates and token digests, read now, and the limits of a client and of all.
         max_message_bytes: In place of the one in ``security``.
-        threads: Calls served at once; three quarters of them may be held long polls. Four times as many calls may be
-            open, further ones are refused at once (the client repeats them).
+        threads: Calls served at once beside the polls. Four times as many may be open, further ones are refused at once (the
+            client repeats them).
+        polls: Long polls of workers held at once, each on a thread that is started when it is needed: two a worker, one that
+            waits for slots and one for news. Further ones are answered without waiting.
         holds_role: Asked before a verb and again before its answer leaves; False means the role is lost. Left out, a
             ledger that has a method of this name is asked.
         on_fenced: Called once, in its own thread, when the role is lost or the ledger raises ServerFenced.
@@ -138,9 +144,9 @@ def serve(
     standing = Standing(holds_role or getattr(ledger, "holds_role", None), on_fenced)
     checks = LedgerHealth(ledger, standing)
     standing.listeners.append(checks.enter_graceful_shutdown)
-    pool, refusals = Pool(threads), Refusals()
+    pool, held, refusals = Pool(threads), Pool(polls + max(1, threads // 4), "rpc-poll"), Refusals()
     gate = None if grants is None else Gate(grants, run_id, refusals)
-    outer = (Overload(pool, security.calls_waiting_max, refusals), *((gate,) if gate else ()))
+    outer = (Overload(pool, held, HELD, security.calls_waiting_max, refusals), *((gate,) if gate else ()))
     server = grpc.server(
         pool,
         interceptors=(
@@ -150,9 +156,9 @@ def serve(
             ),
         ),
         options=_options(max_message_bytes or security.message_bytes_max, security.calls_open_max),
-        maximum_concurrent_rpcs=4 * threads,
+        maximum_concurrent_rpcs=4 * threads + held.threads,
     )  # fmt: skip
-    pb_grpc.add_LedgerServiceServicer_to_server(LedgerServicer(ledger, max(1, 3 * threads // 4)), server)
+    pb_grpc.add_LedgerServiceServicer_to_server(LedgerServicer(ledger, polls), server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     if security.reflection:
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -41,7 +41,7 @@ class LedgerServicer(pb_grpc.LedgerServiceServicer):
 
     @contextmanager
     def _poll(self, wait_s: float, context: grpc.ServicerContext) -> Iterator[float]:
-        """Seconds this call may be held; 0 when too many are held already, so that plain calls find a free thread."""
+        """Seconds this call may be held; 0 when too many are held already, so that further ones find a thread."""
         wait_s = _held_s(wait_s, context)
         held = wait_s > 0 and self._polls.acquire(blocking=False)
         try:
