@@ -1,4 +1,4 @@
-"""Several Ray nodes on one machine: a head and worker raylets on loopback, each killed with its whole tree and joined again.
+"""Several Ray nodes on one machine: a head and raylets on loopback, added, drained, killed with all they run, joined again.
 
 Owns the ``ray start`` processes it has made and what descends from them; kills nothing else. A node's processes are those below
 its ``ray start --block``, and those with a mark in their environment that its children inherit: Ray's workers overwrite theirs
@@ -29,6 +29,10 @@ from rollbook.supervise.process import processes_with, start_time
 MARK = "ROLLBOOK_RAY_NODE"
 """Environment variable of every process of a node: the node's own id."""
 START_S = 120.0
+ATTEMPTS = 4
+"""How often a raylet is started before that is an error: Ray gives one 30 s, and a busy machine may need more."""
+DRAIN_S = 300.0
+"""What a drained node is told it has left."""
 DIE_S = 15.0
 ASK_S = 5.0
 POLL_S = 0.1
@@ -36,8 +40,9 @@ STORE_BYTES = 80_000_000
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_prestart_worker_first_driver": "0",
     "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "5", "RAY_worker_niceness": "0", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
-"""No statistics are sent, no idle workers are started, a dead node is noticed within seconds."""
+"""No statistics, no idle workers, a dead node is noticed within seconds, and roles run no nicer than others (Ray: nice 15)."""
 
 
 class NotStarted(Exception):
@@ -50,6 +55,9 @@ class RayNode:
 
     name: str
     cluster: RayCluster
+    address: str
+    cpus: float = 0
+    gpus: float = 0
     process: subprocess.Popen[bytes] | None = None
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     id: str = ""
@@ -63,13 +71,24 @@ class RayNode:
     def start(self) -> None:
         """``ray start``; returns when the node has joined. Raises NotStarted."""
         before = self.cluster.alive() if self is not self.cluster.head else {}
-        self.mark = uuid.uuid4().hex
-        self.process = self.cluster.launch(self)
-        self.cluster.wait_alive(self, before)
+        for attempt in range(1, ATTEMPTS + 1):
+            self.mark = uuid.uuid4().hex
+            self.process = self.cluster.launch(self)
+            try:
+                self.cluster.wait_alive(self, before)
+                return
+            except NotStarted:
+                self.kill()
+                if attempt == ATTEMPTS:
+                    raise
 
     def kill(self) -> int:
-        """SIGKILL the whole tree, and see it gone; returns how many processes there were."""
+        """Stop the whole tree, so that none reacts to another's death, SIGKILL it, see it gone; how many processes there were."""
         found = {pid: start_time(pid) for pid in self.pids()}
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        found |= {pid: start_time(pid) for pid in self.pids() if pid not in found}
         deadline = time.monotonic() + DIE_S
         while left := [pid for pid, began in found.items() if began is not None and start_time(pid) == began]:
             for pid in left:
@@ -82,6 +101,16 @@ class RayNode:
         if self.process is not None:
             self.process.wait(DIE_S)
         return len(found)
+
+    def drain(self) -> None:
+        """Announce that the node leaves, whatever runs there. Raises AssertionError when Ray refuses."""
+        from ray._raylet import GcsClient
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+        deadline_ms = int((time.time() + DRAIN_S) * 1000)
+        reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+        told = GcsClient(address=self.cluster.address).drain_node(self.id, reason, "it leaves", deadline_ms)
+        assert told[0], f"node {self.name} is not drained: {told}"
 
     def rejoin(self) -> None:
         """A new raylet under the same name and resources; to Ray it is another node."""
@@ -97,19 +126,33 @@ class RayCluster:
         env: of every process of the cluster; default: this one's.
     """
 
-    def __init__(self, workers: int = 2, cpus: int = 3, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, workers: int = 2, cpus: float = 3, env: Mapping[str, str] | None = None) -> None:
         # A socket's path holds 107 bytes, and Ray appends sixty of its own.
-        self.root = Path(tempfile.mkdtemp(prefix="rr", dir="/tmp"))
+        self.root = Path(tempfile.mkdtemp(prefix="rr", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"))
         self._env = dict(os.environ if env is None else env)
         self.cpus = cpus
-        self.port = _free_port()
-        self.head = RayNode("head", self)
-        self.workers = [RayNode(f"node{i}", self) for i in range(workers)]
+        self.head = RayNode("head", self, "127.0.0.2" if sys.platform == "linux" else "127.0.0.1")
+        self.port = _free_port(self.head.address)
+        self.workers: list[RayNode] = []
+        for _ in range(workers):
+            self._new(cpus, 0)
+
+    def _new(self, cpus: float, gpus: float) -> RayNode:
+        n = len(self.workers)
+        address = f"127.0.{n // 200}.{3 + n % 200}" if sys.platform == "linux" else self.head.address
+        self.workers.append(RayNode(f"node{n}", self, address, cpus, gpus))
+        return self.workers[-1]
+
+    def add(self, cpus: float | None = None, gpus: float = 0) -> RayNode:
+        """One more node, which has joined. Raises NotStarted."""
+        node = self._new(self.cpus if cpus is None else cpus, gpus)
+        node.start()
+        return node
 
     @property
     def address(self) -> str:
         """What ``ray.init`` and ``rollbook up --ray`` take."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.head.address}:{self.port}"
 
     @property
     def nodes(self) -> list[RayNode]:
@@ -140,16 +183,16 @@ class RayCluster:
     def launch(self, node: RayNode) -> subprocess.Popen[bytes]:
         """The ``ray start`` of one node, in a session of its own."""
         ray = Path(sys.executable).parent / "ray"
-        cpus = 0 if node is self.head else self.cpus
-        arguments = [str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}", "--num-gpus=0",
-                     f"--object-store-memory={STORE_BYTES}", f'--resources={{"node_{node.name}": 1}}',
-                     f"--node-name={node.name}", "--node-ip-address=127.0.0.1"]  # fmt: skip
+        arguments = [str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={node.cpus:g}",
+                     f"--num-gpus={node.gpus:g}", f"--object-store-memory={STORE_BYTES}",
+                     f'--resources={{"node_{node.name}": 1}}', f"--node-name={node.name}",
+                     f"--node-ip-address={node.address}"]  # fmt: skip
         if node is self.head:
             arguments += ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.root}",
-                          f"--ray-client-server-port={_free_port()}"]  # fmt: skip
+                          f"--ray-client-server-port={_free_port(node.address)}"]  # fmt: skip
         else:
             arguments += [f"--address={self.address}"]
-        env = self._env | QUIET | {MARK: node.mark, "PYTHONWARNINGS": "ignore"}
+        env = self._env | QUIET | {MARK: node.mark}
         with self.log(node).open("ab") as out:
             return subprocess.Popen(
                 arguments, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -182,9 +225,9 @@ class RayCluster:
         return {node.node_id.hex(): node.node_name for node in alive}
 
 
-def _free_port() -> int:
+def _free_port(address: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ray_cluster import Node, RayCluster
+from ray_nodes import RayCluster, RayNode
 from rollbook.supervise import control, placements
 from rollbook.supervise.process import ProcessRecord
-from run_support import BOUND_S, TinyRun
+from run_support import BOUND_S, TinyRun, environment
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 
 @contextmanager
-def cluster(*cpus: int) -> Iterator[tuple[RayCluster, list[Node]]]:
+def cluster(*cpus: int) -> Iterator[tuple[RayCluster, list[RayNode]]]:
     """A cluster with that many CPUs on its nodes, beside a head that takes no role that needs one."""
-    directory = Path(tempfile.mkdtemp(prefix="r", dir="/dev/shm" if sys.platform == "linux" else None))
-    started = RayCluster(directory)
-    try:
+    with RayCluster(0, env=environment()) as started:
         yield started, [started.add(n) for n in cpus]
-    finally:
-        started.close()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 class ClusterRun(TinyRun):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_cluster import Node, RayCluster
+from ray_nodes import RayCluster, RayNode
 from ray_support import ClusterRun, cluster, needs_ray
 from run_support import wait_until
 
@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.timeout(600), needs_ray]
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[tuple[RayCluster, list[Node]]]:
+def three() -> Iterator[tuple[RayCluster, list[RayNode]]]:
     with cluster(4, 4) as started:
         yield started
 
 
-def killed(run: ClusterRun, nodes: list[Node], role: str) -> Node:
+def killed(run: ClusterRun, nodes: list[RayNode], role: str) -> RayNode:
     """The node that ran the role, after every process of it was killed."""
     node = next(node for node in nodes if node.id == run.where(role))
     assert node.kill() > 3
@@ -30,7 +30,7 @@ def killed(run: ClusterRun, nodes: list[Node], role: str) -> Node:
     return node
 
 
-def test_a_killed_node_costs_nothing_but_time(three: tuple[RayCluster, list[Node]], tmp_path: Path) -> None:
+def test_a_killed_node_costs_nothing_but_time(three: tuple[RayCluster, list[RayNode]], tmp_path: Path) -> None:
     started, nodes = three
     run = ClusterRun(tmp_path, started.address, {"learner.before_plan": "delay:600@3"})  # where it is when its node is killed
     try:
@@ -51,7 +51,7 @@ def test_a_killed_node_costs_nothing_but_time(three: tuple[RayCluster, list[Node
 
 
 def test_a_detached_run_outlives_its_terminal_its_supervisor_and_a_node_that_leaves(
-    three: tuple[RayCluster, list[Node]], tmp_path: Path
+    three: tuple[RayCluster, list[RayNode]], tmp_path: Path
 ) -> None:
     started, nodes = three
     run = ClusterRun(tmp_path, started.address)
@@ -76,7 +76,7 @@ def test_a_detached_run_outlives_its_terminal_its_supervisor_and_a_node_that_lea
         assert run.command("scale", str(run.config), "workers=2")[0] == 0
         wait_until("the second worker runs", lambda: "worker-1" in run.alive())
         leaving = next(node for node in nodes if node.id == run.where("learner"))
-        started.drain(leaving)
+        leaving.drain()
         wait_until("the learner is elsewhere", lambda: run.where("learner") not in ("", leaving.id))
         assert "learner leaves node" in run.told() and "learner died" not in run.told()
 
