@@ -36,6 +36,8 @@ DRAIN_S = 300.0
 DIE_S = 15.0
 ASK_S = 5.0
 POLL_S = 0.1
+LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+"""The head's address; on Linux every node has one of its own."""
 STORE_BYTES = 80_000_000
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_prestart_worker_first_driver": "0",
@@ -58,6 +60,8 @@ class RayNode:
     address: str
     cpus: float = 0
     gpus: float = 0
+    prefix: tuple[str, ...] = ()
+    """What its command is run by, for example in the network of another host."""
     process: subprocess.Popen[bytes] | None = None
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     id: str = ""
@@ -124,28 +128,31 @@ class RayCluster:
         cpus: of each node but the head, which has none. Each has a resource ``node_NAME: 1`` besides, so that a placement can
             ask for a node by name.
         env: of every process of the cluster; default: this one's.
+        address: of the head; default: one on loopback.
     """
 
-    def __init__(self, workers: int = 2, cpus: float = 3, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, workers: int = 2, cpus: float = 3, env: Mapping[str, str] | None = None, address: str = LOOPBACK
+    ) -> None:
         # A socket's path holds 107 bytes, and Ray appends sixty of its own.
         self.root = Path(tempfile.mkdtemp(prefix="rr", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"))
         self._env = dict(os.environ if env is None else env)
         self.cpus = cpus
-        self.head = RayNode("head", self, "127.0.0.2" if sys.platform == "linux" else "127.0.0.1")
+        self.head = RayNode("head", self, address)
         self.port = _free_port(self.head.address)
         self.workers: list[RayNode] = []
         for _ in range(workers):
             self._new(cpus, 0)
 
-    def _new(self, cpus: float, gpus: float) -> RayNode:
+    def _new(self, cpus: float, gpus: float, address: str = "", prefix: Sequence[str] = ()) -> RayNode:
         n = len(self.workers)
-        address = f"127.0.{n // 200}.{3 + n % 200}" if sys.platform == "linux" else self.head.address
-        self.workers.append(RayNode(f"node{n}", self, address, cpus, gpus))
+        own = f"127.0.{n // 200}.{3 + n % 200}" if LOOPBACK != "127.0.0.1" else LOOPBACK
+        self.workers.append(RayNode(f"node{n}", self, address or own, cpus, gpus, tuple(prefix)))
         return self.workers[-1]
 
-    def add(self, cpus: float | None = None, gpus: float = 0) -> RayNode:
+    def add(self, cpus: float | None = None, gpus: float = 0, address: str = "", prefix: Sequence[str] = ()) -> RayNode:
         """One more node, which has joined. Raises NotStarted."""
-        node = self._new(self.cpus if cpus is None else cpus, gpus)
+        node = self._new(self.cpus if cpus is None else cpus, gpus, address, prefix)
         node.start()
         return node
 
@@ -183,7 +190,7 @@ class RayCluster:
     def launch(self, node: RayNode) -> subprocess.Popen[bytes]:
         """The ``ray start`` of one node, in a session of its own."""
         ray = Path(sys.executable).parent / "ray"
-        arguments = [str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={node.cpus:g}",
+        arguments = [*node.prefix, str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={node.cpus:g}",
                      f"--num-gpus={node.gpus:g}", f"--object-store-memory={STORE_BYTES}",
                      f'--resources={{"node_{node.name}": 1}}', f"--node-name={node.name}",
                      f"--node-ip-address={node.address}"]  # fmt: skip
@@ -211,6 +218,25 @@ class RayCluster:
                 raise NotStarted(f"{node.name} did not join {self.address}: {said}")
             time.sleep(POLL_S)
         node.id = new[0]
+
+    def groups(self) -> list[dict]:
+        """Every placement group that is not removed: ``id``, ``name``, ``state``, ``node_id`` (empty while it waits for one)."""
+        from ray._private.state import GlobalState
+        from ray._raylet import GcsClientOptions
+
+        state = GlobalState()
+        state._initialize_global_state(
+            GcsClientOptions.create(self.address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+        )
+        try:
+            return [
+                {"id": group["placement_group_id"], "name": group["name"], "state": group["state"],
+                 "node_id": next(iter(group["bundles_to_node_id"].values()))}
+                for group in state.placement_group_table().values()
+                if group["state"] != "REMOVED"
+            ]  # fmt: skip
+        finally:
+            state.disconnect()
 
     def alive(self) -> dict[str, str]:
         """Nodes that Ray counts as alive, id to name; a dead one is among them until Ray has noticed. Empty without a head."""

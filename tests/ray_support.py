@@ -47,6 +47,13 @@ class ClusterRun(TinyRun):
         """Id of the node that the role's newest process was started on; empty when there was none."""
         return str(placements.newest(self.dir).get(role, {}).get("node_id", ""))
 
+    def places(self, cluster: RayCluster) -> dict[str, tuple[str, str]]:
+        """The run's groups on the cluster: role to id of the group and attempt that made it; one role has one group."""
+        parts = [(group["name"].split("/"), group["id"]) for group in cluster.groups()]
+        mine = [(name[3], (group, name[2])) for name, group in parts if name[:2] == ["rollbook", "tiny"]]
+        assert len(mine) == len(dict(mine)), mine
+        return dict(mine)
+
     def state(self) -> dict:
         """What the supervisor shows of itself."""
         return control.read_state(self.dir)

@@ -13,7 +13,7 @@ from ray_nodes import RayCluster, RayNode
 from ray_support import ClusterRun, cluster, needs_ray
 from run_support import wait_until
 
-pytestmark = [pytest.mark.timeout(600), needs_ray]
+pytestmark = [pytest.mark.timeout(900), needs_ray]
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,12 @@ def test_a_killed_node_costs_nothing_but_time(three: tuple[RayCluster, list[RayN
     started, nodes = three
     run = ClusterRun(tmp_path, started.address, {"learner.before_plan": "delay:600@3"})  # where it is when its node is killed
     try:
-        run.start("--set", "run.steps=8", "--set", "workers.0.count=2", "--set", "ledger.role_ttl_s=5")
+        settings = ("run.steps=8", "workers.0.count=2", "ledger.role_ttl_s=5", "ledger.standbys=1")
+        run.start(*(part for setting in settings for part in ("--set", setting)))
         run.wait_fired("learner.before_plan@3")
         wait_until("both workers run", lambda: run.where("worker-0") and run.where("worker-1"))
         assert {run.where("worker-0"), run.where("worker-1")} == {node.id for node in nodes}, "workers are spread"
+        assert {run.where("ledger"), run.where("ledger-1")} == {node.id for node in nodes}, "a node takes one server with it"
         killed(run, nodes, "learner")
         nodes.append(started.add(4))  # another node joins, and takes what the killed one cannot
         code = run.code(400.0)
@@ -61,6 +63,9 @@ def test_a_detached_run_outlives_its_terminal_its_supervisor_and_a_node_that_lea
         assert code == 0 and "it runs detached" in output, output
         wait_until("its roles run", lambda: len(run.alive()) == 4)
 
+        places = run.places(started)
+        assert set(places) == {"ledger", "feeder", "learner", "worker-0"}
+
         before, incarnations = run.state(), {r.incarnation for r in run.records().values()}
         os.kill(before["pid"], signal.SIGKILL)
         wait_until("another supervisor", lambda: run.state().get("supervisor") not in (None, before["supervisor"]))
@@ -70,6 +75,7 @@ def test_a_detached_run_outlives_its_terminal_its_supervisor_and_a_node_that_lea
         run.wait_for("its supervisor runs on the cluster already")
         run.wait_for("step ")
         assert {r.incarnation for r in run.records().values()} == incarnations, "no role was started again"
+        assert run.places(started) == places, "it has adopted the places, and no other process could take them meanwhile"
         run.signal(signal.SIGINT)
         assert run.code() == 130 and "detached from the run, which goes on" in run.output()
 
@@ -83,6 +89,7 @@ def test_a_detached_run_outlives_its_terminal_its_supervisor_and_a_node_that_lea
         code, text = run.command("down", str(run.config))
         assert code == 0 and "has ended as stopped" in text, text
         wait_until("every role is gone", lambda: not run.alive())
+        wait_until("every place is free", lambda: not run.places(started))
         code, text = run.command("audit", str(run.config))
         assert code == 0 and "audit: clean" in text
     finally:

@@ -106,7 +106,7 @@ class World:
 
     def run(self, child: Child, waits_s: float = 0.0) -> Process:
         """As if the supervisor had started it."""
-        process = Process(waits_s=waits_s)
+        process = Process(waits_s=waits_s, lacks="waits for 1 CPU")
         child.process, child.is_placed = process, waits_s == 0.0
         return process
 
@@ -231,7 +231,15 @@ def test_a_worker_that_waits_is_told_of_once_and_takes_nobodys_place(world: Worl
     world.run(world.children[1], waits_s=100.0)
     world.look(CONFIGURED)
     world.look(CONFIGURED)
-    assert world.said == ["worker-0 waits for its place, a node with 1 CPUs to spare"]
+    assert world.said == ["worker-0 waits for 1 CPU"]
+    assert not any(c.leaving for c in world.children)
+
+
+def test_a_role_that_is_slow_to_start_in_its_place_costs_no_worker_its_own(world: World) -> None:
+    world.run(world.learner, waits_s=1000.0).lacks = ""
+    world.run(world.children[1], waits_s=1000.0).lacks = ""
+    assert world.look(FILL) == ["worker-0", "worker-1"]
+    assert world.said[-2:] == ["learner is slow to start where it was placed", "worker-0 is slow to start where it was placed"]
     assert not any(c.leaving for c in world.children)
 
 

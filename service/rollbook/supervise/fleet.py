@@ -94,7 +94,7 @@ class Fleet:
     def _fitting(self, active: list[Child], worker: Callable[[int], Child]) -> int:
         """Workers that have a place, and as many as there is room for; one that found none in time is wanted no more."""
         waits = [c.process.waiting_s() if c.process is not None else 0.0 for c in active]
-        patient = [s for s in waits if s < self._config.cluster.place_s]
+        patient = [c for c in active if _lacks_s(c) < self._config.cluster.place_s]
         settling = any(waits) or any(c.process is None for c in active)
         room = 0 if settling else self._backend.room(worker(len(active)).needs)
         return min(max(1, len(patient) + room), WORKERS_MAX)
@@ -107,17 +107,18 @@ class Fleet:
                 child.ask_to_go(MOVED, self._config.supervisor.drain_s)
 
     def _yield(self, children: list[Child]) -> None:
-        """A role that waits for a place gets one from a worker; a worker that waits is only told of."""
+        """A role that finds no place gets one from a worker; a worker that finds none is only told of."""
         for child in children:
             waits_s = child.process.waiting_s() if child.process is not None else 0.0
             if waits_s < self._config.cluster.place_s:
                 child.wait_told = child.wait_told and waits_s > 0
                 continue
+            lacks = child.process.waits_for() if child.process is not None else ""
             if not child.wait_told:
                 child.wait_told = True
-                needs = f"{child.needs.cpus:g} CPUs" + (f", {child.needs.gpus:g} GPUs" if child.needs.gpus else "")
-                why = child.process.waits_for() if child.process is not None else ""
-                self._emit(f"{child.name} {why or f'waits for its place, a node with {needs} to spare'}")
+                self._emit(f"{child.name} {lacks or 'is slow to start where it was placed'}")
+            if not lacks:
+                continue
             if child.kind == WORKER or any(c.leaving == YIELDED for c in children):
                 continue
             able = [c for c in children if c.kind == WORKER and c.is_placed and not c.leaving and c.process is not None]
@@ -131,6 +132,11 @@ class Fleet:
 
 def _index(child: Child) -> int:
     return int(child.name.rpartition("-")[2])
+
+
+def _lacks_s(child: Child) -> float:
+    """How long it has found no place; 0 for one whose host is slow to start in the place it has."""
+    return child.process.waiting_s() if child.process is not None and child.process.waits_for() else 0.0
 
 
 def _retire(child: Child, drain_s: float) -> None:
