@@ -39,6 +39,8 @@ POLL_S = 0.1
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """The head's address; on Linux every node has one of its own."""
 STORE_BYTES = 80_000_000
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+"""The command ``ray`` of the Python that runs this, wherever that has put it."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_prestart_worker_first_driver": "0",
     "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000",
@@ -189,8 +191,7 @@ class RayCluster:
 
     def launch(self, node: RayNode) -> subprocess.Popen[bytes]:
         """The ``ray start`` of one node, in a session of its own."""
-        ray = Path(sys.executable).parent / "ray"
-        arguments = [*node.prefix, str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={node.cpus:g}",
+        arguments = [*node.prefix, *RAY, "start", "--block", "--disable-usage-stats", f"--num-cpus={node.cpus:g}",
                      f"--num-gpus={node.gpus:g}", f"--object-store-memory={STORE_BYTES}",
                      f'--resources={{"node_{node.name}": 1}}', f"--node-name={node.name}",
                      f"--node-ip-address={node.address}"]  # fmt: skip
