@@ -19,6 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -144,9 +145,15 @@ class RayCluster:
         self.port = _free_port(self.head.address)
         self.workers: list[RayNode] = []
         for _ in range(workers):
-            self._new(cpus, 0)
+            self.prepare(cpus, 0)
 
-    def _new(self, cpus: float, gpus: float, address: str = "", prefix: Sequence[str] = ()) -> RayNode:
+    def join(self, nodes: Sequence[RayNode]) -> None:
+        """Start nodes together. Raises NotStarted."""
+        with ThreadPoolExecutor(max(1, len(nodes))) as pool:
+            list(pool.map(RayNode.start, nodes))
+
+    def prepare(self, cpus: float, gpus: float = 0, address: str = "", prefix: Sequence[str] = ()) -> RayNode:
+        """A node that ``join`` is to start."""
         n = len(self.workers)
         own = f"127.0.{n // 200}.{3 + n % 200}" if LOOPBACK != "127.0.0.1" else LOOPBACK
         self.workers.append(RayNode(f"node{n}", self, address or own, cpus, gpus, tuple(prefix)))
@@ -154,7 +161,7 @@ class RayCluster:
 
     def add(self, cpus: float | None = None, gpus: float = 0, address: str = "", prefix: Sequence[str] = ()) -> RayNode:
         """One more node, which has joined. Raises NotStarted."""
-        node = self._new(self.cpus if cpus is None else cpus, gpus, address, prefix)
+        node = self.prepare(self.cpus if cpus is None else cpus, gpus, address, prefix)
         node.start()
         return node
 
@@ -170,8 +177,8 @@ class RayCluster:
     def start(self) -> None:
         """Head first. Raises NotStarted; then nothing is left running."""
         try:
-            for node in self.nodes:
-                node.start()
+            self.head.start()
+            self.join(self.workers)
         except BaseException:
             self.close()
             raise

@@ -21,7 +21,9 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 def cluster(*cpus: int) -> Iterator[tuple[RayCluster, list[RayNode]]]:
     """A cluster with that many CPUs on its nodes, beside a head that takes no role that needs one."""
     with RayCluster(0, env=environment()) as started:
-        yield started, [started.add(n) for n in cpus]
+        nodes = [started.prepare(n) for n in cpus]
+        started.join(nodes)
+        yield started, nodes
 
 
 class ClusterRun(TinyRun):

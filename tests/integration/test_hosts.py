@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from run_support import REPOSITORY, environment
+from run_support import BOUND_S, REPOSITORY, environment
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3 * BOUND_S + 300)
 
 NOT_TRIED = 3
 """Exit code of the drill where the machine lets it make no network of its own."""
@@ -23,7 +23,7 @@ def test_a_run_goes_on_without_the_host_of_its_ledger_server_and_with_it_again()
     command = [sys.executable, str(REPOSITORY / "chaos" / "hosts.py"), "--json", "--role", "ledger"]
     path = f"{REPOSITORY / 'service'}:{REPOSITORY / 'chaos'}"
     done = subprocess.run(
-        command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=850, check=False
+        command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=3 * BOUND_S + 250, check=False
     )  # fmt: skip
     if done.returncode == NOT_TRIED:
         pytest.skip(done.stdout.strip())

@@ -11,9 +11,9 @@ import pytest
 
 from ray_nodes import RayCluster, RayNode
 from ray_support import ClusterRun, cluster, needs_ray
-from run_support import wait_until
+from run_support import BOUND_S, wait_until
 
-pytestmark = [pytest.mark.timeout(900), needs_ray]
+pytestmark = [pytest.mark.timeout(3 * BOUND_S + 300), needs_ray]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 
 from ray_nodes import RayCluster
 from ray_support import ClusterRun, cluster, needs_ray
-from run_support import environment, wait_until
+from run_support import BOUND_S, environment, wait_until
 
-pytestmark = [pytest.mark.timeout(900), needs_ray]
+pytestmark = [pytest.mark.timeout(3 * BOUND_S + 300), needs_ray]
 
 HOLDS = """
 import sys, ray
@@ -47,7 +47,7 @@ def test_a_role_that_finds_no_place_is_named_at_once_and_ends_the_run_after_its_
 
 
 def test_places_are_held_over_restarts_given_back_and_found_on_nodes_that_join(one: RayCluster, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", HOLDS, one.address], env=environment(), check=True, timeout=200)
+    subprocess.run([sys.executable, "-c", HOLDS, one.address], env=environment(), check=True, timeout=BOUND_S)
     run = ClusterRun(tmp_path, one.address)
     assert set(run.places(one)) == {"worker-7"}
     try:
