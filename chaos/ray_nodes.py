@@ -1,4 +1,4 @@
-"""Several Ray nodes on one machine: a head and worker raylets on loopback, each killed with its whole tree and joined again.
+"""Several Ray nodes on one machine: a head and raylets on loopback, added, drained, killed with all they run, joined again.
 
 Owns the ``ray start`` processes it has made and what descends from them; kills nothing else. A node's processes are those below
 its ``ray start --block``, and those with a mark in their environment that its children inherit: Ray's workers overwrite theirs
@@ -19,6 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,15 +30,24 @@ from rollbook.supervise.process import processes_with, start_time
 MARK = "ROLLBOOK_RAY_NODE"
 """Environment variable of every process of a node: the node's own id."""
 START_S = 120.0
+ATTEMPTS = 4
+"""How often a raylet is started before that is an error: Ray gives one 30 s, and a busy machine may need more."""
+DRAIN_S = 300.0
+"""What a drained node is told it has left."""
 DIE_S = 15.0
 ASK_S = 5.0
 POLL_S = 0.1
+LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+"""The head's address; on Linux every node has one of its own."""
 STORE_BYTES = 80_000_000
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+"""The command ``ray`` of the Python that runs this, wherever that has put it."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_prestart_worker_first_driver": "0",
     "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "5", "RAY_worker_niceness": "0", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
-"""No statistics are sent, no idle workers are started, a dead node is noticed within seconds."""
+"""No statistics, no idle workers, a dead node is noticed within seconds, and roles run no nicer than others (Ray: nice 15)."""
 
 
 class NotStarted(Exception):
@@ -50,6 +60,11 @@ class RayNode:
 
     name: str
     cluster: RayCluster
+    address: str
+    cpus: float = 0
+    gpus: float = 0
+    prefix: tuple[str, ...] = ()
+    """What its command is run by, for example in the network of another host."""
     process: subprocess.Popen[bytes] | None = None
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     id: str = ""
@@ -63,13 +78,24 @@ class RayNode:
     def start(self) -> None:
         """``ray start``; returns when the node has joined. Raises NotStarted."""
         before = self.cluster.alive() if self is not self.cluster.head else {}
-        self.mark = uuid.uuid4().hex
-        self.process = self.cluster.launch(self)
-        self.cluster.wait_alive(self, before)
+        for attempt in range(1, ATTEMPTS + 1):
+            self.mark = uuid.uuid4().hex
+            self.process = self.cluster.launch(self)
+            try:
+                self.cluster.wait_alive(self, before)
+                return
+            except NotStarted:
+                self.kill()
+                if attempt == ATTEMPTS:
+                    raise
 
     def kill(self) -> int:
-        """SIGKILL the whole tree, and see it gone; returns how many processes there were."""
+        """Stop the whole tree, so that none reacts to another's death, SIGKILL it, see it gone; how many processes there were."""
         found = {pid: start_time(pid) for pid in self.pids()}
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        found |= {pid: start_time(pid) for pid in self.pids() if pid not in found}
         deadline = time.monotonic() + DIE_S
         while left := [pid for pid, began in found.items() if began is not None and start_time(pid) == began]:
             for pid in left:
@@ -83,6 +109,16 @@ class RayNode:
             self.process.wait(DIE_S)
         return len(found)
 
+    def drain(self) -> None:
+        """Announce that the node leaves, whatever runs there. Raises AssertionError when Ray refuses."""
+        from ray._raylet import GcsClient
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+        deadline_ms = int((time.time() + DRAIN_S) * 1000)
+        reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+        told = GcsClient(address=self.cluster.address).drain_node(self.id, reason, "it leaves", deadline_ms)
+        assert told[0], f"node {self.name} is not drained: {told}"
+
     def rejoin(self) -> None:
         """A new raylet under the same name and resources; to Ray it is another node."""
         self.start()
@@ -95,21 +131,44 @@ class RayCluster:
         cpus: of each node but the head, which has none. Each has a resource ``node_NAME: 1`` besides, so that a placement can
             ask for a node by name.
         env: of every process of the cluster; default: this one's.
+        address: of the head; default: one on loopback.
     """
 
-    def __init__(self, workers: int = 2, cpus: int = 3, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, workers: int = 2, cpus: float = 3, env: Mapping[str, str] | None = None, address: str = LOOPBACK
+    ) -> None:
         # A socket's path holds 107 bytes, and Ray appends sixty of its own.
-        self.root = Path(tempfile.mkdtemp(prefix="rr", dir="/tmp"))
+        self.root = Path(tempfile.mkdtemp(prefix="rr", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"))
         self._env = dict(os.environ if env is None else env)
         self.cpus = cpus
-        self.port = _free_port()
-        self.head = RayNode("head", self)
-        self.workers = [RayNode(f"node{i}", self) for i in range(workers)]
+        self.head = RayNode("head", self, address)
+        self.port = _free_port(self.head.address)
+        self.workers: list[RayNode] = []
+        for _ in range(workers):
+            self.prepare(cpus, 0)
+
+    def join(self, nodes: Sequence[RayNode]) -> None:
+        """Start nodes together. Raises NotStarted."""
+        with ThreadPoolExecutor(max(1, len(nodes))) as pool:
+            list(pool.map(RayNode.start, nodes))
+
+    def prepare(self, cpus: float, gpus: float = 0, address: str = "", prefix: Sequence[str] = ()) -> RayNode:
+        """A node that ``join`` is to start."""
+        n = len(self.workers)
+        own = f"127.0.{n // 200}.{3 + n % 200}" if LOOPBACK != "127.0.0.1" else LOOPBACK
+        self.workers.append(RayNode(f"node{n}", self, address or own, cpus, gpus, tuple(prefix)))
+        return self.workers[-1]
+
+    def add(self, cpus: float | None = None, gpus: float = 0, address: str = "", prefix: Sequence[str] = ()) -> RayNode:
+        """One more node, which has joined. Raises NotStarted."""
+        node = self.prepare(self.cpus if cpus is None else cpus, gpus, address, prefix)
+        node.start()
+        return node
 
     @property
     def address(self) -> str:
         """What ``ray.init`` and ``rollbook up --ray`` take."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.head.address}:{self.port}"
 
     @property
     def nodes(self) -> list[RayNode]:
@@ -118,8 +177,8 @@ class RayCluster:
     def start(self) -> None:
         """Head first. Raises NotStarted; then nothing is left running."""
         try:
-            for node in self.nodes:
-                node.start()
+            self.head.start()
+            self.join(self.workers)
         except BaseException:
             self.close()
             raise
@@ -139,17 +198,16 @@ class RayCluster:
 
     def launch(self, node: RayNode) -> subprocess.Popen[bytes]:
         """The ``ray start`` of one node, in a session of its own."""
-        ray = Path(sys.executable).parent / "ray"
-        cpus = 0 if node is self.head else self.cpus
-        arguments = [str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}", "--num-gpus=0",
-                     f"--object-store-memory={STORE_BYTES}", f'--resources={{"node_{node.name}": 1}}',
-                     f"--node-name={node.name}", "--node-ip-address=127.0.0.1"]  # fmt: skip
+        arguments = [*node.prefix, *RAY, "start", "--block", "--disable-usage-stats", f"--num-cpus={node.cpus:g}",
+                     f"--num-gpus={node.gpus:g}", f"--object-store-memory={STORE_BYTES}",
+                     f'--resources={{"node_{node.name}": 1}}', f"--node-name={node.name}",
+                     f"--node-ip-address={node.address}"]  # fmt: skip
         if node is self.head:
             arguments += ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.root}",
-                          f"--ray-client-server-port={_free_port()}"]  # fmt: skip
+                          f"--ray-client-server-port={_free_port(node.address)}"]  # fmt: skip
         else:
             arguments += [f"--address={self.address}"]
-        env = self._env | QUIET | {MARK: node.mark, "PYTHONWARNINGS": "ignore"}
+        env = self._env | QUIET | {MARK: node.mark}
         with self.log(node).open("ab") as out:
             return subprocess.Popen(
                 arguments, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -169,6 +227,25 @@ class RayCluster:
             time.sleep(POLL_S)
         node.id = new[0]
 
+    def groups(self) -> list[dict]:
+        """Every placement group that is not removed: ``id``, ``name``, ``state``, ``node_id`` (empty while it waits for one)."""
+        from ray._private.state import GlobalState
+        from ray._raylet import GcsClientOptions
+
+        state = GlobalState()
+        state._initialize_global_state(
+            GcsClientOptions.create(self.address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+        )
+        try:
+            return [
+                {"id": group["placement_group_id"], "name": group["name"], "state": group["state"],
+                 "node_id": next(iter(group["bundles_to_node_id"].values()))}
+                for group in state.placement_group_table().values()
+                if group["state"] != "REMOVED"
+            ]  # fmt: skip
+        finally:
+            state.disconnect()
+
     def alive(self) -> dict[str, str]:
         """Nodes that Ray counts as alive, id to name; a dead one is among them until Ray has noticed. Empty without a head."""
         from ray._raylet import GcsClient
@@ -182,9 +259,9 @@ class RayCluster:
         return {node.node_id.hex(): node.node_name for node in alive}
 
 
-def _free_port() -> int:
+def _free_port(address: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 

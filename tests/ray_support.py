@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ray_cluster import Node, RayCluster
+from ray_nodes import RayCluster, RayNode
 from rollbook.supervise import control, placements
 from rollbook.supervise.process import ProcessRecord
-from run_support import BOUND_S, TinyRun
+from run_support import BOUND_S, TinyRun, environment
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 
 @contextmanager
-def cluster(*cpus: int) -> Iterator[tuple[RayCluster, list[Node]]]:
+def cluster(*cpus: int) -> Iterator[tuple[RayCluster, list[RayNode]]]:
     """A cluster with that many CPUs on its nodes, beside a head that takes no role that needs one."""
-    directory = Path(tempfile.mkdtemp(prefix="r", dir="/dev/shm" if sys.platform == "linux" else None))
-    started = RayCluster(directory)
-    try:
-        yield started, [started.add(n) for n in cpus]
-    finally:
-        started.close()
-        shutil.rmtree(directory, ignore_errors=True)
+    with RayCluster(0, env=environment()) as started:
+        nodes = [started.prepare(n) for n in cpus]
+        started.join(nodes)
+        yield started, nodes
 
 
 class ClusterRun(TinyRun):
@@ -54,6 +48,13 @@ class ClusterRun(TinyRun):
     def where(self, role: str) -> str:
         """Id of the node that the role's newest process was started on; empty when there was none."""
         return str(placements.newest(self.dir).get(role, {}).get("node_id", ""))
+
+    def places(self, cluster: RayCluster) -> dict[str, tuple[str, str]]:
+        """The run's groups on the cluster: role to id of the group and attempt that made it; one role has one group."""
+        parts = [(group["name"].split("/"), group["id"]) for group in cluster.groups()]
+        mine = [(name[3], (group, name[2])) for name, group in parts if name[:2] == ["rollbook", "tiny"]]
+        assert len(mine) == len(dict(mine)), mine
+        return dict(mine)
 
     def state(self) -> dict:
         """What the supervisor shows of itself."""

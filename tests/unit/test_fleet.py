@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from rollbook.core.config import Config, load_config, with_worker
-from rollbook.core.errors import ConfigError
+from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.supervise import control, fleet
 from rollbook.supervise.backend import LEARNER, LEDGER, WORKER, Needs, Node, Order, Placement, Running
 from rollbook.supervise.children import Child
@@ -26,6 +26,7 @@ class Process:
     record: object = None
     code: int | None = None
     waits_s: float = 0.0
+    lacks: str = ""
     node: str = "a"
     asked: list[str] = field(default_factory=list)
 
@@ -50,12 +51,16 @@ class Process:
     def node_id(self) -> str:
         return self.node
 
+    def waits_for(self) -> str:
+        return self.lacks if self.waits_s else ""
+
 
 @dataclass
 class Places:
     """A backend that starts nothing: nodes, and room on them."""
 
     free: int = 0
+    kept: set[str] = field(default_factory=set)
     alive: list[Node] = field(default_factory=lambda: [Node("a", "a")])
 
     def open(self, emit: Callable[[str], None]) -> Mapping[str, Running]:
@@ -69,6 +74,12 @@ class Places:
 
     def room(self, needs: Needs) -> int:
         return self.free
+
+    def release(self, name: str) -> None:
+        self.kept.discard(name)
+
+    def keep(self, names: Collection[str]) -> None:
+        self.kept = set(names)
 
     def close(self) -> None: ...
 
@@ -95,7 +106,7 @@ class World:
 
     def run(self, child: Child, waits_s: float = 0.0) -> Process:
         """As if the supervisor had started it."""
-        process = Process(waits_s=waits_s)
+        process = Process(waits_s=waits_s, lacks="waits for 1 CPU")
         child.process, child.is_placed = process, waits_s == 0.0
         return process
 
@@ -125,6 +136,49 @@ def test_an_ordered_number_is_reached_from_both_sides_and_an_index_is_used_again
     assert world.end(one) and one.finished and one.restart_at is None
     assert world.look(2) == ["worker-0", "worker-1"]
     assert not one.finished and one.restart_at == 0.0
+
+
+def test_places_are_held_for_wanted_roles_alone(world: World) -> None:
+    world.look(1)
+    assert world.places.kept == {"ledger", "learner", "worker-0", "worker-1"}, "one that is asked to go has not gone"
+    world.end(world.children[2])
+    world.look(1)
+    assert world.places.kept == {"ledger", "learner", "worker-0"}
+
+
+def waiting(world: World, child: Child, waits_s: float) -> dict[str, str]:
+    """What is shown when that role has waited so long for a GPU; raises what the run would end with."""
+    world.run(child, waits_s).lacks = "waits for 1 GPU"
+    return world.fleet.waiting([world.ledger, *world.children])
+
+
+def test_what_a_role_waits_for_is_shown_and_ends_no_run_without_a_bound(world: World) -> None:
+    shown = waiting(world, world.learner, 1e6)
+    assert shown == {"learner": "waits for 1 GPU"}
+    assert control.waiting_lines({"outcome": control.RUNNING, "waiting": shown}) == ["learner waits for 1 GPU"]
+    assert control.waiting_lines({"outcome": control.STOPPED, "waiting": shown}) == control.waiting_lines({}) == []
+
+
+@pytest.mark.parametrize(("role", "ends"), [("learner", True), ("worker-0", False), ("ledger-1", False)])
+def test_a_run_that_cannot_advance_ends_after_its_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, ends: bool
+) -> None:
+    world = World(tmp_path, monkeypatch, "cluster.wait_for_resources_s=10", "ledger.standbys=1")
+    world.children.append(world.child("ledger-1", LEDGER))
+    child = next(c for c in world.children if c.name == role)
+    assert waiting(world, child, 10.0) == {role: "waits for 1 GPU"}
+    if not ends:
+        assert waiting(world, child, 10.1) == {role: "waits for 1 GPU"}, "others go on"
+        return
+    with pytest.raises(Unavailable, match=rf"{role} waits for 1 GPU; add nodes"):
+        waiting(world, child, 10.1)
+
+
+def test_a_run_whose_every_worker_waits_cannot_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path, monkeypatch, "cluster.wait_for_resources_s=10")
+    waiting(world, world.children[1], 11.0)
+    with pytest.raises(Unavailable, match="worker-0 waits for 1 GPU; worker-1 waits"):
+        waiting(world, world.children[2], 11.0)
 
 
 def test_nothing_is_scaled_once_there_is_nothing_left_to_generate(world: World) -> None:
@@ -177,7 +231,15 @@ def test_a_worker_that_waits_is_told_of_once_and_takes_nobodys_place(world: Worl
     world.run(world.children[1], waits_s=100.0)
     world.look(CONFIGURED)
     world.look(CONFIGURED)
-    assert world.said == ["worker-0 waits for its place, a node with 1 CPUs to spare"]
+    assert world.said == ["worker-0 waits for 1 CPU"]
+    assert not any(c.leaving for c in world.children)
+
+
+def test_a_role_that_is_slow_to_start_in_its_place_costs_no_worker_its_own(world: World) -> None:
+    world.run(world.learner, waits_s=1000.0).lacks = ""
+    world.run(world.children[1], waits_s=1000.0).lacks = ""
+    assert world.look(FILL) == ["worker-0", "worker-1"]
+    assert world.said[-2:] == ["learner is slow to start where it was placed", "worker-0 is slow to start where it was placed"]
     assert not any(c.leaving for c in world.children)
 
 

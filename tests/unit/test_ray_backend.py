@@ -12,7 +12,7 @@ from ray_support import needs_ray
 from rollbook.core.config import load_config
 from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.core.settings import SecurityConfig
-from rollbook.supervise.backend import Node
+from rollbook.supervise.backend import LEARNER, LEDGER, WORKER, Needs, Node, Order
 from run_support import CONFIG, TinyRun
 
 pytestmark = needs_ray
@@ -64,6 +64,46 @@ def test_a_ledger_on_loopback_is_refused_where_other_machines_have_to_reach_it(
         return
     with pytest.raises(ConfigError, match=r"10\.0\.0\.2, 10\.0\.0\.3 cannot reach"):
         backend.check(config)
+
+
+GPU_NODE, PLAIN, BUSY = "g", "p", "b"
+NODES = [
+    Node(GPU_NODE, GPU_NODE, total={"CPU": 32.0, "GPU": 4.0}), Node(PLAIN, PLAIN, total={"CPU": 8.0}),
+    Node(BUSY, BUSY, total={"CPU": 8.0}),
+]  # fmt: skip
+FREE = {GPU_NODE: {"CPU": 32.0, "GPU": 4.0}, PLAIN: {"CPU": 8.0}, BUSY: {"CPU": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs", "others", "expected"),
+    [
+        (WORKER, Needs(1), [], PLAIN),
+        (WORKER, Needs(1), [PLAIN], BUSY),
+        (WORKER, Needs(1), [PLAIN, BUSY], GPU_NODE),
+        (WORKER, Needs(1, 1), [], GPU_NODE),
+        (WORKER, Needs(2), [PLAIN, GPU_NODE, GPU_NODE], PLAIN),
+        (WORKER, Needs(64), [], ""),
+        (LEDGER, Needs(), [], PLAIN),
+        (LEDGER, Needs(), [PLAIN], BUSY),
+        (LEDGER, Needs(2), [PLAIN], GPU_NODE),
+        (LEDGER, Needs(64), [PLAIN], ""),
+        (LEARNER, Needs(1), [], ""),
+    ],
+)
+def test_workers_are_spread_and_every_ledger_server_has_a_node_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, needs: Needs, others: list[str], expected: str
+) -> None:
+    from rollbook.supervise.ray_backend import RayBackend
+
+    (tmp_path / "run.toml").write_text(CONFIG)
+    backend = RayBackend(load_config(tmp_path / "run.toml"), {})
+    monkeypatch.setattr(backend, "nodes", lambda: NODES)
+    monkeypatch.setattr(backend, "free", lambda: FREE)
+    monkeypatch.setattr(backend, "_nodes_of", lambda kind, but: others)
+    order = Order("one", kind, (), {}, Path("log"), needs)
+    assert backend._target(order, NODES) == expected
+    if kind == LEARNER:
+        assert backend._target(order, NODES[1:]) == PLAIN, "Ray must not be left to choose a node that is leaving"
 
 
 def test_a_paragraph_of_an_error_becomes_a_line() -> None:

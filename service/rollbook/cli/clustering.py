@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from rollbook.supervise.supervisor import Supervisor
 POLL_S = 0.5
 SILENT_S = 120.0
 """A supervisor that has shown no sign of life for this long is gone: longer than Ray takes to start it again elsewhere."""
+_PATIENCE = "they wait for nodes that join, {} where nothing advances without them (--wait-for-resources S)"
 DOWN_S = 60.0
 """What ``down`` waits beyond the grace of the roles."""
 
@@ -38,6 +40,10 @@ def register(commands: argparse._SubParsersAction) -> None:
     add_accept(parser)
     parser.add_argument("--ray", required=True, metavar="ADDRESS", help="HOST:PORT of a running cluster, or auto")
     parser.add_argument("--detach", action="store_true", help="return when it runs; it goes on without this terminal")
+    parser.add_argument(
+        "--wait-for-resources", type=float, default=None, metavar="S",
+        help="end the run when it cannot advance for want of nodes for so long; default: wait for them",
+    )  # fmt: skip
     parser.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
     parser.add_argument("--no-report", action="store_true", help="skip the report at the end")
     parser.set_defaults(function=up)
@@ -59,6 +65,8 @@ def up(args: argparse.Namespace) -> int:
         from rollbook.supervise import ray_backend, ray_supervisor
     except ImportError as error:
         raise ConfigError(f"Ray is not installed here ({error}); pip install 'rollbook[ray]', or use `rollbook run`") from None
+    if args.wait_for_resources is not None:
+        args.overrides.append(f"cluster.wait_for_resources_s={args.wait_for_resources}")
     config = read_config(args)
     check_inputs(config)
     check_run_dir(config)
@@ -68,17 +76,21 @@ def up(args: argparse.Namespace) -> int:
     print(f"configuration {record.config_digest[:16]}  ledger {shown_url(config.ledger.url)}", flush=True)
     ray_backend.connect(args.ray, config.run.id)
     env = ray_backend.carried_environment()
-    backend = ray_backend.RayBackend(config, env)
+    attempt = uuid.uuid4().hex
+    backend = ray_backend.RayBackend(config, env, attempt)
     backend.check(config)
     if ray_supervisor.find(config.run.id) is not None:
         print("its supervisor runs on the cluster already", flush=True)
         return 0 if args.detach else _follow(config, args)
+    if shortfall := backend.shortfall(config):
+        bound = config.cluster.wait_for_resources_s
+        print("\n".join([*shortfall, _PATIENCE.format(f"{bound:g} s at most" if bound else "without a bound")]), flush=True)
     if args.detach:
-        ray_supervisor.start_detached(config, config_args(args), env, args.accept, uuid.uuid4().hex)
+        ray_supervisor.start_detached(config, config_args(args), env, args.accept, attempt)
         print(f"it runs detached; attach: rollbook up {args.config} --ray {args.ray}  end: rollbook down {args.config}")
         return 0
     progress = Progress(lambda: client_for(config, retry_s=1.0), config, plain=args.plain)
-    supervisor = Supervisor(config, config_args(args), backend, progress.event, args.accept)
+    supervisor = Supervisor(config, config_args(args), backend, progress.event, args.accept, attempt)
     with progress, stopped_by(supervisor.request_stop):
         complete = supervisor.run(progress.opened, progress.flush)
     if deaths := supervisor.deaths():
@@ -94,23 +106,23 @@ def _ended(config: Config, args: argparse.Namespace, complete: bool) -> int:
 
 
 def _follow(config: Config, args: argparse.Namespace) -> int:
-    """Show a detached run until it ends; an interrupt leaves it alone."""
+    """Show a detached run until it ends; a signal to stop leaves it alone."""
     log = Path(config.run.dir) / "logs" / "supervisor.log"
     seen = logs.size(log)
     progress = Progress(lambda: client_for(config, retry_s=1.0), config, plain=args.plain)
     opened, state = False, control.read_state(Path(config.run.dir))
-    try:
-        with progress:
-            for state in _states(config):  # noqa: B007 - the last one is the outcome
-                size = logs.size(log)
-                for line in logs.since(log, seen).splitlines() if size != seen else []:
-                    progress.event(line)
-                seen = size
-                if not opened:
-                    with contextlib.suppress(RollbookError), client_for(config, retry_s=0.0) as client:
-                        progress.opened(client.resume_point())
-                        opened = True
-    except KeyboardInterrupt:
+    left = threading.Event()
+    with progress, stopped_by(left.set):  # also where the shell has SIGINT ignored, as for what runs in its background
+        for state in _states(config, left=left):  # noqa: B007 - the last one is the outcome
+            size = logs.size(log)
+            for line in logs.since(log, seen).splitlines() if size != seen else []:
+                progress.event(line)
+            seen = size
+            if not opened:
+                with contextlib.suppress(RollbookError), client_for(config, retry_s=0.0) as client:
+                    progress.opened(client.resume_point())
+                    opened = True
+    if left.is_set():
         print("detached from the run, which goes on")
         return EXIT_STOPPED
     if state["outcome"] == control.FAILED:
@@ -119,14 +131,15 @@ def _follow(config: Config, args: argparse.Namespace) -> int:
     return _ended(config, args, state["outcome"] == control.COMPLETE)
 
 
-def _states(config: Config, bound_s: float = float("inf")) -> Iterator[dict]:
-    """The supervisor's state again and again, the last one when it has ended.
+def _states(config: Config, bound_s: float = float("inf"), left: threading.Event | None = None) -> Iterator[dict]:
+    """The supervisor's state again and again, the last one when it has ended, or when whoever looks has left.
 
     Raises: Unavailable when it shows no sign of life, or has not ended within the bound.
     """
     began = heard_at = time.monotonic()
     previous: dict = {}
-    while True:
+    left = left or threading.Event()
+    while not left.is_set():
         state = control.read_state(Path(config.run.dir))
         if state != previous:
             previous, heard_at = state, time.monotonic()
@@ -139,7 +152,7 @@ def _states(config: Config, bound_s: float = float("inf")) -> Iterator[dict]:
             raise Unavailable(f"{who} has shown no sign of life for {SILENT_S:.0f} s; {_where(state)}")
         if time.monotonic() - began > bound_s:
             raise Unavailable(f"{who} has not ended within {bound_s:.0f} s; {_where(state)}")
-        time.sleep(POLL_S)
+        left.wait(POLL_S)
 
 
 def _where(state: dict) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollbook.cli.common import add_config, ledger_of, read_config
 from rollbook.core.config import Config
-from rollbook.core.errors import ConfigError
+from rollbook.core.errors import ConfigError, RollbookError
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Role, SlotKey
 from rollbook.rpc.client import LedgerClient
@@ -69,16 +69,21 @@ def status(args: argparse.Namespace) -> int:
 
     config = read_config(args)
     run_dir = Path(config.run.dir)
-    with ledger_of(config, LOOK_S) as ledger:
-        state = ledger.run_status()
-        is_served = isinstance(ledger, LedgerClient)
+    waiting = control.waiting_lines(control.read_state(run_dir))
+    try:
+        with ledger_of(config, LOOK_S) as ledger:
+            state = ledger.run_status()
+            is_served = isinstance(ledger, LedgerClient)
+    except RollbookError:  # what waits for a place may be the ledger server itself
+        print("\n".join(waiting), file=sys.stderr)
+        raise
     if not is_served:  # what holds the role now is this command
         state["roles"] = [role for role in state["roles"] if role["role"] != Role.LEDGER.value]
     if args.json:
         around = {"supervisor": control.read_state(run_dir), "placements": placements.newest(run_dir)}
         print(json.dumps(state | {"server": is_served} | around, indent=1))
         return 0
-    print("\n".join([*status_lines(state, config), *placements.placement_lines(placements.newest(run_dir))]))
+    print("\n".join([*status_lines(state, config), *waiting, *placements.placement_lines(placements.newest(run_dir))]))
     if not is_served:
         print("no ledger server answers: read from the database itself")
     return 0

@@ -55,7 +55,7 @@ AT_LEAST: dict[str, float] = {
     "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1, "security.message_bytes_max": 2 << 20,
     "security.calls_open_max": 4, "security.calls_waiting_max": 1,
     "cluster.worker_cpus": 0, "cluster.worker_gpus": 0, "cluster.learner_cpus": 0, "cluster.learner_gpus": 0,
-    "cluster.server_cpus": 0,
+    "cluster.server_cpus": 0, "cluster.wait_for_resources_s": 0,
 }  # fmt: skip
 """Smallest value of a number."""
 

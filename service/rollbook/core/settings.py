@@ -413,6 +413,8 @@ class ClusterConfig:
     """CPUs of the ledger server and of the feeder, each; with 0 they find a place on any node."""
     place_s: float = 15.0
     """A role that has waited this long for a place is told of; one without which nothing advances takes a worker's place."""
+    wait_for_resources_s: float = 0.0
+    """A run that cannot advance because its roles find no place ends after this long; 0 waits for nodes without end."""
     unreachable_s: float = 10.0
     """A role whose node has answered nothing for this long is lost, and is started elsewhere."""
     orphan_s: float = 60.0

@@ -6,7 +6,7 @@ role is started again and when the run ends is the supervisor's law, the same ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -132,6 +132,10 @@ class Running(Protocol):
         """Id of its node; empty while it waits for a place."""
         ...
 
+    def waits_for(self) -> str:
+        """What it waits for that no node has to spare, and why; empty when it does not wait for that."""
+        ...
+
 
 class Backend(Protocol):
     """Starts roles and knows the nodes they may run on."""
@@ -156,6 +160,14 @@ class Backend(Protocol):
 
     def room(self, needs: Needs) -> int:
         """How many further roles with these needs could be placed now."""
+        ...
+
+    def release(self, name: str) -> None:
+        """A role has ended and its place is for others; a role that only starts again keeps its place without this."""
+        ...
+
+    def keep(self, names: Collection[str]) -> None:
+        """Only these roles are wanted: whatever is held for any other one is given back."""
         ...
 
     def close(self) -> None:

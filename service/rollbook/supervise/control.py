@@ -43,7 +43,7 @@ class Control:
         self.id = uuid.uuid4().hex
         self._state: dict = {
             "supervisor": self.id, "attempt": attempt, "pid": os.getpid(), "host": socket.gethostname(), "beat": 0,
-            "outcome": RUNNING, "started_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            "outcome": RUNNING, "waiting": {}, "started_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         }  # fmt: skip
         self._closed = threading.Event()
         self._read_at = 0.0
@@ -61,12 +61,16 @@ class Control:
         """Whether this supervisor, not an earlier one, was told to stop."""
         return self._read().get("stop") == self.id
 
+    def show_waiting(self, waiting: Mapping[str, str]) -> None:
+        """For whoever asks: what each role waits for that the nodes cannot give it now."""
+        self._state["waiting"] = dict(waiting)
+
     def close(self, is_complete: bool, error: BaseException | None, deaths: Mapping[str, int]) -> None:
         """Leave the outcome for whoever asks, and let the run directory go."""
         self._closed.set()
         self._thread.join(2 * BEAT_S)
         outcome = FAILED if error is not None else COMPLETE if is_complete else STOPPED
-        self._state |= {"outcome": outcome, "deaths": dict(deaths)}
+        self._state |= {"outcome": outcome, "deaths": dict(deaths), "waiting": {}}
         if error is not None:
             self._state |= {"error": type(error).__name__, "message": str(error)}
         self._write()
@@ -96,6 +100,12 @@ def read_state(run_dir: Path) -> dict:
 def read_orders(run_dir: Path) -> dict:
     """What was ordered from outside."""
     return _table(run_dir / "supervisor" / "orders.json")
+
+
+def waiting_lines(state: Mapping) -> list[str]:
+    """For a person: which roles of a run that goes on have no place, and why; at most a second old."""
+    waiting = state.get("waiting") if state.get("outcome") == RUNNING else None
+    return [f"{role} {why}" for role, why in sorted(waiting.items())] if isinstance(waiting, dict) else []
 
 
 def order_workers(run_dir: Path, wanted: int | str) -> None:

@@ -7,7 +7,7 @@ had started dead before it begins (R12). The law of restarts is ``supervisor``.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rollbook.core.config import Config
@@ -67,6 +67,10 @@ class LocalRole:
         """This machine."""
         return socket.gethostname()
 
+    def waits_for(self) -> str:
+        """Nothing is reserved here."""
+        return ""
+
 
 class LocalBackend:
     """Starts roles as children of this process, which must start them from a thread that lives as long as it does."""
@@ -106,6 +110,12 @@ class LocalBackend:
     def room(self, needs: Needs) -> int:
         """Nothing is reserved here, so there is no account of what is left."""
         return 0
+
+    def release(self, name: str) -> None:
+        """See ``room``."""
+
+    def keep(self, names: Collection[str]) -> None:
+        """See ``room``."""
 
     def close(self) -> None:
         """The roles have ended: nobody has to watch over their left-overs."""

@@ -1,7 +1,8 @@
 """Roles on a Ray cluster: each an ordinary role process under a ``RoleHost`` actor that reserves what it needs on its node.
 
-Owns names, placement, loss and hand-over of the hosts. Never lets Ray restart anything, and keeps nothing in it: a host is found
-again by its name, everything else is in the ledger and the run directory. Every call has a bound.
+Owns names, placement, loss and hand-over of the hosts; the places that roles with needs run in are ``ray_places``. Never lets
+Ray restart anything, and keeps nothing in it: a host is found again by its name, everything else is in the ledger and the run
+directory. Every call has a bound.
 
 A role is dead when its host says so. A host that died on a node that lives took its role with it; what is left there is ended
 before the successor starts. A node that is dead or cut off answers nobody: the successor starts elsewhere, names no predecessor
@@ -16,7 +17,8 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -25,9 +27,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.supervise.backend import LEDGER, WORKER, Needs, Node, Order, Placement, Running
+from rollbook.supervise.needs import Free, amounts, fits, in_words, role_needs, shortage, shortfall_lines
 from rollbook.supervise.policy import EXIT_STOPPED
 from rollbook.supervise.process import EXIT_UNKNOWN, ProcessRecord
 from rollbook.supervise.ray_host import RoleHost, end_left
+from rollbook.supervise.ray_places import Places, places_of
 
 CONNECT_S = 10.0
 """How long a cluster's address may take to accept a connection."""
@@ -87,8 +91,11 @@ class RayTarget:
 class RayRole:
     """A started role; its host is asked without waiting for the answer."""
 
-    def __init__(self, name: str, incarnation: str, actor: Any, unreachable_s: float, is_alive: Callable[[str], bool]) -> None:
-        self.name, self.incarnation = name, incarnation
+    def __init__(
+        self, name: str, incarnation: str, actor: Any, unreachable_s: float, is_alive: Callable[[str], bool],
+        lacks: Callable[[], str],
+    ) -> None:  # fmt: skip
+        self.name, self.incarnation, self._lacks = name, incarnation, lacks
         self._target, self._actor = RayTarget(name, incarnation, actor), actor
         self._unreachable_s, self._is_alive = unreachable_s, is_alive
         self._started_at = time.monotonic()
@@ -124,6 +131,10 @@ class RayRole:
     def node_id(self) -> str:
         """Ray's id of its node."""
         return self._placement.node_id if self._placement else ""
+
+    def waits_for(self) -> str:
+        """See ``backend.Running``."""
+        return self._lacks() if self.waiting_s() > 0 else ""
 
     def left(self) -> ProcessRecord | None:
         """What may be left of it on its node."""
@@ -202,20 +213,24 @@ class RayBackend:
 
     Args:
         env: environment variables that every role gets.
+        attempt: names the places that are held; what the supervisor and those that replace it have in common.
         is_detached: hosts outlive this process, so that its successor takes them over; else they end with it.
     """
 
-    def __init__(self, config: Config, env: Mapping[str, str], is_detached: bool = False) -> None:
+    def __init__(self, config: Config, env: Mapping[str, str], attempt: str = "", is_detached: bool = False) -> None:
         self._config, self._env = config.cluster, dict(env)
+        self._places = Places(config.run.id, attempt or uuid.uuid4().hex, is_detached)
         self._namespace = namespace_of(config.run.id)
         self._is_detached = is_detached
         self._roles: dict[str, RayRole] = {}
+        self._aimed: dict[str, str] = {}
+        """Node that a role without needs was last meant for."""
         self._nodes: tuple[float, list[Node]] = (float("-inf"), [])
         self._host = ray.remote(RoleHost)
         self._end_left = ray.remote(end_left)
 
     def open(self, emit: Callable[[str], None]) -> Mapping[str, Running]:
-        """Take over the newest host of every role, if hosts are to outlive their supervisor; end the others."""
+        """Take over the newest host of every role with its place, if hosts are to outlive their supervisor; end the others."""
         found = sorted(name for name in ray.util.list_named_actors() if name.count("@") == 2)
         newest = {name.split("@")[0]: name for name in sorted(found, key=lambda name: name.split("@")[1])}
         for name in found:
@@ -232,19 +247,23 @@ class RayBackend:
             _within(KILL_S, actor.kill.remote)
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(actor, no_restart=True)
+        held, removed = self._places.adopt(self._roles)
+        emit(f"places held on: {', '.join(held)}") if held else None
+        emit(f"places of an earlier attempt removed: {', '.join(removed)}") if removed else None
         return dict(self._roles)
 
     def start(self, order: Order) -> Running:
         """See ``backend.Backend``; it may wait for a place."""
-        supersedes = self._settle(self._roles.get(order.name))
+        previous = self._roles.get(order.name)
+        supersedes = self._settle(previous)
         incarnation = uuid.uuid4().hex
-        options: dict[str, Any] = {
-            "name": f"{order.name}@{time.time_ns():020d}@{incarnation}", "namespace": self._namespace,
-            "num_cpus": order.needs.cpus, "num_gpus": order.needs.gpus, "max_restarts": 0, "max_task_retries": 0,
-            "lifetime": "detached" if self._is_detached else None, "scheduling_strategy": self._strategy(order),
-        }  # fmt: skip
         whole = Order(order.name, order.kind, order.argv, self._env | dict(order.env), order.log, order.needs)
         try:
+            options: dict[str, Any] = {
+                "name": f"{order.name}@{time.time_ns():020d}@{incarnation}", "namespace": self._namespace,
+                "num_cpus": order.needs.cpus, "num_gpus": order.needs.gpus, "max_restarts": 0, "max_task_retries": 0,
+                "lifetime": "detached" if self._is_detached else None, "scheduling_strategy": self._strategy(order, previous),
+            }  # fmt: skip
             actor = self._host.options(**options).remote(whole, incarnation, supersedes, self._config.orphan_s)
         except (ray.exceptions.RayError, ValueError) as error:
             raise OSError(_brief(error)) from error
@@ -268,19 +287,38 @@ class RayBackend:
 
     def room(self, needs: Needs) -> int:
         """See ``backend.Backend``; 0 for a role that needs nothing, since nothing bounds it."""
-        wanted = {name: amount for name, amount in (("CPU", needs.cpus), ("GPU", needs.gpus)) if amount > 0}
-        usable = {node.id for node in self.nodes() if not node.is_leaving}
-        free: dict[str, dict] = {}
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            free = _cluster_state().available_resources_per_node()
+        wanted, free = amounts(needs), self.free()
+        usable = [free.get(node.id, {}) for node in self.nodes() if not node.is_leaving]
         return sum(
-            min(int(left.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items())
-            for node, left in free.items()
-            if node in usable and wanted
+            min(int(left.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()) for left in usable if wanted
         )
 
+    def free(self) -> Free:
+        """What nobody has reserved, by node; nothing where the cluster gives no answer."""
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            return _cluster_state().available_resources_per_node()
+        return {}
+
+    def shortfall(self, config: Config) -> list[str]:
+        """In lines for a person: which roles of a run that has not begun find no place; what the run itself still holds counts as
+        free."""
+        free = {node: dict(left) for node, left in self.free().items()}
+        for place in places_of(config.run.id):
+            for name, amount in place.bundle if place.node_id in free else ():
+                free[place.node_id][name] = free[place.node_id].get(name, 0.0) + amount
+        return shortfall_lines(role_needs(config), self.nodes(), free)
+
+    def release(self, name: str) -> None:
+        """See ``backend.Backend``."""
+        self._places.give_back(name)
+
+    def keep(self, names: Collection[str]) -> None:
+        """See ``backend.Backend``."""
+        self._places.keep(names)
+
     def close(self) -> None:
-        """Every host has gone with its role."""
+        """Every host has gone with its role; the places go now."""
+        self._places.keep(())
 
     def check(self, config: Config) -> None:
         """Refuse what cannot work on these nodes. Raises ConfigError."""
@@ -293,7 +331,14 @@ class RayBackend:
             )
 
     def _role(self, name: str, incarnation: str, actor: Any) -> RayRole:
-        return RayRole(name, incarnation, actor, self._config.unreachable_s, self._is_alive)
+        return RayRole(name, incarnation, actor, self._config.unreachable_s, self._is_alive, lambda: self._lacks(name))
+
+    def _lacks(self, name: str) -> str:
+        place = self._places.look(name)
+        if place is None or place.is_placed:
+            return ""
+        why = shortage(place.needs, self.nodes(), self.free())
+        return f"waits for {in_words(place.needs)}" + (f": {why}" if why else "")
 
     def _is_alive(self, node_id: str) -> bool:
         self._nodes = (float("-inf"), self._nodes[1])  # it may have died since the last look
@@ -310,16 +355,41 @@ class RayBackend:
             previous.is_known_dead = bool(_within(KILL_S, lambda: task.remote(left)))
         return previous.incarnation if previous.is_known_dead else ""
 
-    def _strategy(self, order: Order) -> Any:
-        """Workers are spread; a ledger server goes where no other one is, so that a node takes at most one with it."""
-        if order.kind == WORKER:
-            return "SPREAD"
+    def _strategy(self, order: Order, previous: RayRole | None) -> Any:
+        """Where a role goes: into the place that is held for it, unless it cannot stay there, or into a new one."""
+        shunned = previous.node_id() if previous is not None and not previous.is_known_dead else ""
+        nodes = [node for node in self.nodes() if not node.is_leaving and node.id != shunned]
+        target = self._target(order, nodes)
+        if not amounts(order.needs):
+            self._aimed[order.name] = target
+            return NodeAffinitySchedulingStrategy(target, soft=True) if target else "DEFAULT"
+        at = self._places.node_id(order.name)
+        stands_alone = order.kind != LEDGER or not target or at not in self._nodes_of(LEDGER, order.name)
+        if at and self._is_alive(at) and not (at in {node.id for node in nodes} and stands_alone):
+            self._places.give_back(order.name)
+        return self._places.hold(order.name, order.needs, target)
+
+    def _target(self, order: Order, nodes: Sequence[Node]) -> str:
+        """The node that is preferred for a new place; empty where Ray's choice is as good.
+
+        Workers are spread, and ledger servers each have a node of their own, so that a node takes at most one with it.
+        """
+        free = self.free()
+        roomy = [node for node in nodes if fits(order.needs, free.get(node.id, {}))]
+        if order.kind not in (LEDGER, WORKER):
+            return roomy[0].id if roomy and len(nodes) < len(self.nodes()) else ""
+        taken = Counter(self._nodes_of(order.kind, order.name))
         if order.kind == LEDGER:
-            taken = {r.node_id() for name, r in self._roles.items() if name.startswith(LEDGER) and r.exit_code() is None}
-            free = [node for node in self.nodes() if node.id not in taken and not node.is_leaving]
-            if free and taken:
-                return NodeAffinitySchedulingStrategy(free[-1].id, soft=True)
-        return "DEFAULT"
+            roomy = [node for node in roomy if not taken[node.id]] if taken else roomy
+        if not roomy:
+            return ""
+        idle_gpus = {node.id: bool(node.total.get("GPU") and not order.needs.gpus) for node in roomy}
+        return min(roomy, key=lambda n: (taken[n.id], idle_gpus[n.id], -free.get(n.id, {}).get("CPU", 0.0))).id
+
+    def _nodes_of(self, kind: str, but: str) -> list[str]:
+        """Nodes of the live roles of a kind, one entry a role."""
+        live = [r for name, r in self._roles.items() if name.startswith(kind) and name != but and r.exit_code() is None]
+        return [node for r in live if (node := r.node_id() or self._places.node_id(r.name) or self._aimed.get(r.name, ""))]
 
 
 def _within(bound_s: float, call: Callable[[], Any]) -> Any:

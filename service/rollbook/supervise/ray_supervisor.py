@@ -38,7 +38,7 @@ class SupervisorHost:
     ) -> None:
         self._config = config_from_json(config_json)
         self._arguments = list(config_args), list(accept), attempt
-        self._backend = RayBackend(self._config, env, is_detached=True)
+        self._backend = RayBackend(self._config, env, attempt, is_detached=True)
         self._me = ray.get_runtime_context().current_actor
         self._error: RollbookError | None = None
         self._attempt = attempt

@@ -29,6 +29,7 @@ from rollbook.supervise.children import Child
 from rollbook.supervise.fleet import Fleet
 from rollbook.supervise.hangs import HangWatch
 from rollbook.supervise.memory import oom_kills
+from rollbook.supervise.needs import learner_needs, server_needs, worker_needs
 from rollbook.supervise.policy import EXIT_CONFIG, EXIT_PAUSED, EXIT_STOPPED, RestartPolicy, is_complete
 from rollbook.supervise.process import role_command
 from rollbook.supervise.watchdog import Watchdog, Watched
@@ -76,14 +77,13 @@ class Supervisor:
         self._at_once = threading.Event()
         (self.dir / "supervisor").mkdir(parents=True, exist_ok=True)
         self._control = control.Control(self.dir, config.run.id, attempt)
-        cpus = config.cluster.server_cpus
         accepted = [f"--accept={name}" for name in accept]
         self._ledgers = [
-            self._child(name, LEDGER, *accepted, *which, needs=Needs(cpus))
+            self._child(name, LEDGER, *accepted, *which, needs=server_needs(config))
             for name, which in ledgers.server_arguments(config).items()
         ]
         self._learner = self._child("learner", LEARNER, threads=config.learner.threads, needs=learner_needs(config))
-        self._others = [self._child("feeder", FEEDER, needs=Needs(cpus)), self._learner]
+        self._others = [self._child("feeder", FEEDER, needs=server_needs(config)), self._learner]
         self._others += [self._worker(index) for index in range(len(worker_list(config)))]
         self._log = self.dir / "logs" / "supervisor.log"
         self._watchdog = Watchdog(config, self._watched, self._emit)
@@ -113,8 +113,7 @@ class Supervisor:
         kinds = worker_list(self.config)
         kind = kinds[min(index, len(kinds) - 1)]
         more = ["--more"] if index >= len(kinds) else []
-        cluster = self.config.cluster
-        needs = Needs(cluster.worker_cpus or kind.threads, cluster.worker_gpus if kind.device == "cuda" else 0)
+        needs = worker_needs(self.config, kind)
         return self._child(f"worker-{index}", WORKER, "--index", str(index), *more, threads=kind.threads, needs=needs)
 
     def _emit(self, text: str) -> None:
@@ -157,6 +156,7 @@ class Supervisor:
                     for child in list(self._others):
                         self._tend(child)
                     self._fleet.tend(self._ledgers, self._others, self._worker, self._control.wanted_workers())
+                self._control.show_waiting(self._fleet.waiting(self.children))
                 self._look_around()
                 time.sleep(POLL_S)
         except RollbookError as error:
@@ -237,6 +237,7 @@ class Supervisor:
             child.finished = True
             return
         if child.goes():
+            self._backend.release(child.name)
             return
         self._on_death(child, f"killed as hung: {hung}" if hung else cause or how(code) + unasked, code)
 
@@ -352,12 +353,6 @@ class Supervisor:
     def deaths(self) -> dict[str, int]:
         """Deaths seen by role name."""
         return {c.name: c.policy.n_deaths for c in self.children if c.policy.n_deaths}
-
-
-def learner_needs(config: Config) -> Needs:
-    """What the learner reserves."""
-    gpus = config.cluster.learner_gpus if config.learner.device == "cuda" else 0
-    return Needs(config.cluster.learner_cpus or config.learner.threads, gpus)
 
 
 def _check(config: Config) -> None:
