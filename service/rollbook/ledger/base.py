@@ -32,6 +32,7 @@ from rollbook.core.records import (
     SlotKey,
 )
 from rollbook.ledger import schema as t
+from rollbook.ledger.bell import Bell
 from rollbook.ledger.dialects import Database, is_conflict
 from rollbook.ledger.partitions import Partitions
 from rollbook.ledger.writer import CONFLICT_RETRIES_MAX, CONFLICT_WAIT_S, Txn, Writer
@@ -50,51 +51,6 @@ SETTLE_S = 0.02
 EVENT_ROWS_MAX = 500
 DOUBT_S = 1.0
 """How long a term that could not be renewed is taken for lost before the database is asked again."""
-
-
-class Bell:
-    """Topics that are rung after commits; waiters wake when their own topic was rung since they looked."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._topics: dict[str, threading.Condition] = {}
-        self._rung: dict[str, int] = {}
-        self._closed = False
-
-    def ring(self, topics: Iterable[str]) -> None:
-        for topic in topics:
-            condition = self._of(topic)
-            with condition:
-                self._rung[topic] = self._rung.get(topic, 0) + 1
-                condition.notify_all()
-
-    def seen(self, topic: str) -> int:
-        return self._rung.get(topic, 0)
-
-    def wait(self, topic: str, seen: int, timeout_s: float) -> None:
-        """Return when ``topic`` was rung since ``seen``, the ledger closes, or the time is over."""
-        condition = self._of(topic)
-        with condition:
-            condition.wait_for(lambda: self._closed or self._rung.get(topic, 0) != seen, timeout=timeout_s)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            topics = list(self._topics.values())
-        for condition in topics:
-            with condition:
-                condition.notify_all()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def _of(self, topic: str) -> threading.Condition:
-        """Its own condition for each topic, so that a ring wakes nobody whom it does not concern."""
-        with self._lock:
-            if topic not in self._topics:
-                self._topics[topic] = host().condition()
-            return self._topics[topic]
 
 
 def again_on_conflict(verb: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
@@ -263,8 +219,9 @@ class LedgerBase:
             settle_s = min(max(SETTLE_S, 4 * (host().monotonic() - began)), RECHECK_S)
             if satisfied(result) or left <= 0 or self._bell.closed:
                 return result
+            turn_s = self._bell.turn_s(topic)
             self._bell.wait(topic, seen, min(left, RECHECK_S if recheck_s is None else recheck_s))
-            self._bell.wait("", 0, min(left, settle_s))
+            self._bell.wait("", 0, min(left, settle_s + turn_s))
 
     def _check_term(self, txn: Txn, term: RoleTerm, role: Role) -> None:
         """Raises Fenced unless ``term`` is the newest epoch of ``role``."""

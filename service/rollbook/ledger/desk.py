@@ -18,6 +18,7 @@ from rollbook.core.errors import DeadlineExceeded, Overloaded, RollbookError
 from rollbook.core.host import host
 from rollbook.core.records import LeaseReply, PolicyVersion
 from rollbook.ledger import base
+from rollbook.ledger.bell import Bell
 from rollbook.ledger.writer import ANSWER_WAIT_S
 
 LINE_MAX = 8192
@@ -57,7 +58,7 @@ Look = Callable[[Sequence[LeaseCall]], tuple[dict[LeaseCall, Answer], bool]]
 class Desk:
     """The line. Its thread lives while there is one."""
 
-    def __init__(self, bell: base.Bell, look: Look) -> None:
+    def __init__(self, bell: Bell, look: Look) -> None:
         self._bell = bell
         self._look = look
         self._lock = threading.Lock()

@@ -26,7 +26,7 @@ from rollbook.observe.failpoints import failpoint
 
 LEASE_SLOTS_MAX = 4096
 """Most slots of one grant."""
-GRANTS_MAX = 32
+GRANTS_MAX = 16
 """Most calls that are granted something in one transaction, which submissions wait for."""
 CALL_DIGITS_MAX = 18
 

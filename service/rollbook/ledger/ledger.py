@@ -16,7 +16,8 @@ from rollbook.core.ports import Clock
 from rollbook.core.records import Violation
 from rollbook.core.settings import RetentionConfig
 from rollbook.ledger.audit import Subject, run_audit
-from rollbook.ledger.base import Bell, again_on_conflict, load_kept
+from rollbook.ledger.base import again_on_conflict, load_kept
+from rollbook.ledger.bell import Bell
 from rollbook.ledger.desk import Desk
 from rollbook.ledger.dialects import Database
 from rollbook.ledger.migrate import current_revision, prepare

@@ -7,6 +7,7 @@ worker's clock: replies carry durations. Upholds P8: a heartbeat renews a lease 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -23,6 +24,16 @@ _W = t.worker.c
 _HERE = sa.update(t.worker).where(_W.run_id == sa.bindparam("this_run"), _W.incarnation == sa.bindparam("this_worker"))
 _SEEN = _HERE.values(seen_at_us=sa.bindparam("seen_at_us"))
 _SEEN_LOADED = _SEEN.values(loaded_lineage=sa.bindparam("loaded_lineage"), loaded_version=sa.bindparam("loaded_version"))
+_L = t.lease.c
+_RENEW = (
+    sa.update(t.lease)
+    .where(
+        _L.run_id == sa.bindparam("this_run"), _L.incarnation == sa.bindparam("this_worker"),
+        _L.expires_at_us < sa.bindparam("expires"),
+        sa.tuple_(_L.ordinal, _L.sibling).in_(sa.bindparam("keys", expanding=True)),
+    )
+    .values(expires_at_us=sa.bindparam("expires"))
+)  # fmt: skip
 
 
 class Presence(Failing):
@@ -64,7 +75,8 @@ class Presence(Failing):
         """
         if len(leases) > HELD_MAX:
             raise InvalidRequest(f"{len(leases)} leases in one heartbeat; at most {HELD_MAX}")
-        lost = self._write(lambda txn: self._renew_leases(txn, incarnation, loaded, leases))
+        self._refuse_when_fenced()
+        lost: tuple[SlotKey, ...] = self._writer.run_merged(self._renew_all, (incarnation, loaded, leases))
 
         def look() -> HeartbeatReply:
             head, complete = self._news()
@@ -92,13 +104,16 @@ class Presence(Failing):
         steps = self.rules.steps
         return steps > 0 and self._last_planned(conn, self._newest_lineage()) >= steps
 
+    def _renew_all(self, txn: Txn, beats: list[Any]) -> list[tuple[SlotKey, ...]]:
+        """The heartbeats that wait together."""
+        return [self._renew_leases(txn, *beat) for beat in beats]
+
     def _renew_leases(
         self, txn: Txn, incarnation: str, loaded: PolicyVersion | None, leases: Sequence[tuple[SlotKey, int]]
     ) -> tuple[SlotKey, ...]:
         self._touch_worker(txn, incarnation, loaded)
         if not leases:
             return ()
-        c = t.lease.c
         keys = [(key.ordinal, key.sibling) for key, _ in leases]
         rows = self._database.rows_by_slot(txn.conn, t.lease, _LEASE_COLUMNS, self.run.run_id, keys)
         mine = {(r.ordinal, r.sibling): r.token for r in rows if r.incarnation == incarnation}
@@ -106,10 +121,9 @@ class Presence(Failing):
         lost = [SlotKey(*key) for key, token in leases if mine.get(key) != token]
         if owned:
             expires_us = txn.now_us + int(self.rules.lease_ttl_s * 1_000_000)
-            here = (c.run_id == self.run.run_id, c.incarnation == incarnation, c.expires_at_us < expires_us)
-            txn.conn.execute(
-                sa.update(t.lease).where(*here, sa.tuple_(c.ordinal, c.sibling).in_(owned)).values(expires_at_us=expires_us)
-            )
+            txn.conn.execute(_RENEW, {
+                "this_run": self.run.run_id, "this_worker": incarnation, "keys": owned, "expires": expires_us,
+            })  # fmt: skip
         if lost:
             s = t.sample.c
             delivered = sa.select(s.ordinal, s.sibling).where(

@@ -102,7 +102,7 @@ class Writer:
         return self._wait(self._enqueue(_Operation(lambda txn, _: [operation(txn)], None, False, host().future())))
 
     def run_merged(self, call: Batch, argument: Any) -> Any:
-        """Like ``run``; neighbours in the queue with the same ``call`` are handed to it together."""
+        """Like ``run``; those of a commit that have the same ``call`` are handed to it together."""
         return self._wait(self._enqueue(_Operation(call, argument, True, host().future())))
 
     def queue_depth(self) -> int:
@@ -288,10 +288,14 @@ def _of_the_storage(error: Exception) -> RollbookError | None:
 
 
 def _merge(group: list[_Operation]) -> list[list[_Operation]]:
+    """Batches of a group; what is in one group arrived at the same time, and has no order but among its own kind."""
     batches: list[list[_Operation]] = []
+    merged: dict[Batch, list[_Operation]] = {}
     for operation in group:
-        if batches and operation.mergeable and batches[-1][0].mergeable and batches[-1][0].call == operation.call:
-            batches[-1].append(operation)
-        else:
-            batches.append([operation])
+        if operation.mergeable and operation.call in merged:
+            merged[operation.call].append(operation)
+            continue
+        batches.append([operation])
+        if operation.mergeable:
+            merged[operation.call] = batches[-1]
     return batches

@@ -22,6 +22,8 @@ from rollbook.rpc import status
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 """Answered always and to everybody: probes of a cluster manager have no token. ``Watch``, which holds a call open, is not."""
 
+OPEN_PER_THREAD = 4
+"""Calls that may be open for each thread there is."""
 PEERS_MAX = 4096
 """Clients whose rate is remembered; the one that was silent longest is forgotten."""
 WAIT_S_FIRST, WAIT_S_MAX = 0.1, 5.0
@@ -86,29 +88,33 @@ class Clients:
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads that know how many calls wait for one of them."""
+    """Threads that know how many calls they have, and how many of these wait for one of them."""
 
     def __init__(self, threads: int, name: str = "rpc") -> None:
         super().__init__(threads, thread_name_prefix=name)
         self.threads = threads
         self._count = threading.Lock()
-        self.waiting = 0
+        self.waiting = self.open = 0
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self._add(1)
+        self._add(1, 1)
         try:
             return super().submit(self._begin, fn, *args, **kwargs)
         except BaseException:
-            self._add(-1)
+            self._add(-1, -1)
             raise
 
     def _begin(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._add(-1)
-        return fn(*args, **kwargs)
+        self._add(-1, 0)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self._add(0, -1)
 
-    def _add(self, n: int) -> None:
+    def _add(self, waiting: int, opened: int) -> None:
         with self._count:
-            self.waiting += n
+            self.waiting += waiting
+            self.open += opened
 
 
 class Refusals:
@@ -139,7 +145,7 @@ class Overload(grpc.ServerInterceptor):
     Args:
         polls: Threads for the methods whose answers are held, so that those never take one that another call needs.
         held: Paths of these methods.
-        waiting_max: Calls that may wait for a thread of either pool.
+        waiting_max: Calls that may wait for a thread of either pool; three times as many as it has threads at most.
     """
 
     def __init__(self, pool: Pool, polls: Pool, held: Collection[str], waiting_max: int, refusals: Refusals) -> None:
@@ -157,7 +163,7 @@ class Overload(grpc.ServerInterceptor):
         method = handler_call_details.method
         pool = self._polls if method in self._held else self._pool
         waiting = pool.waiting
-        if waiting < self._waiting_max:
+        if waiting < self._waiting_max and pool.open < OPEN_PER_THREAD * pool.threads:
             handler = continuation(handler_call_details)
             return run_on(pool, handler) if pool is self._polls else handler
         if method == HEALTH_CHECK:

@@ -23,7 +23,7 @@ from rollbook.rpc.credentials import server_credentials
 from rollbook.rpc.gate import Gate
 from rollbook.rpc.guard import SERVICE, Guard, Standing
 from rollbook.rpc.intake import Intake
-from rollbook.rpc.limits import Clients, Overload, Pool, Refusals
+from rollbook.rpc.limits import OPEN_PER_THREAD, Clients, Overload, Pool, Refusals
 from rollbook.rpc.servicer import LedgerServicer
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
@@ -156,7 +156,7 @@ def serve(
             ),
         ),
         options=_options(max_message_bytes or security.message_bytes_max, security.calls_open_max),
-        maximum_concurrent_rpcs=4 * threads + held.threads,
+        maximum_concurrent_rpcs=2 * OPEN_PER_THREAD * (threads + held.threads),
     )  # fmt: skip
     pb_grpc.add_LedgerServiceServicer_to_server(LedgerServicer(ledger, polls), server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
