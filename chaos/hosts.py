@@ -64,6 +64,7 @@ address = "0.0.0.0:0"
 standbys = 1
 role_ttl_s = 5.0
 lease_ttl_s = 10.0
+heartbeat_s = 2.0
 [supervisor]
 backoff_s = 0.1
 drain_s = 10.0
@@ -71,7 +72,7 @@ drain_s = 10.0
 server_cpus = 0.1
 worker_cpus = 1
 unreachable_s = 4.0
-orphan_s = 6.0
+orphan_s = 12.0
 place_s = 5.0
 [[workers]]
 engine = "transformers"

@@ -38,6 +38,7 @@ def test_a_killed_node_costs_nothing_but_time(three: tuple[RayCluster, list[RayN
         run.start(*(part for setting in settings for part in ("--set", setting)))
         run.wait_fired("learner.before_plan@3")
         wait_until("both workers run", lambda: run.where("worker-0") and run.where("worker-1"))
+        wait_until("a standby runs", lambda: run.where("ledger-1"))
         assert {run.where("worker-0"), run.where("worker-1")} == {node.id for node in nodes}, "workers are spread"
         assert {run.where("ledger"), run.where("ledger-1")} == {node.id for node in nodes}, "a node takes one server with it"
         killed(run, nodes, "learner")

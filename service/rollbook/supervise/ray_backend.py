@@ -225,6 +225,8 @@ class RayBackend:
         self._roles: dict[str, RayRole] = {}
         self._aimed: dict[str, str] = {}
         """Node that a role without needs was last meant for."""
+        self._silent: set[str] = set()
+        """Nodes that were asked to end what is left there and did not answer: they are not waited for again."""
         self._nodes: tuple[float, list[Node]] = (float("-inf"), [])
         self._host = ray.remote(RoleHost)
         self._end_left = ray.remote(end_left)
@@ -349,10 +351,13 @@ class RayBackend:
         if previous is None:
             return ""
         left = previous.left()
-        if not previous.is_known_dead and left is not None and self._is_alive(previous.node_id()):
-            there = NodeAffinitySchedulingStrategy(previous.node_id(), soft=False)
+        node = previous.node_id()
+        if not previous.is_known_dead and left is not None and node not in self._silent and self._is_alive(node):
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
             task = self._end_left.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-            previous.is_known_dead = bool(_within(KILL_S, lambda: task.remote(left)))
+            # Meanwhile nobody asks the other hosts, which must not take themselves for orphans.
+            previous.is_known_dead = bool(_within(min(KILL_S, self._config.orphan_s / 3), lambda: task.remote(left)))
+            self._silent |= set() if previous.is_known_dead else {node}
         return previous.incarnation if previous.is_known_dead else ""
 
     def _strategy(self, order: Order, previous: RayRole | None) -> Any:
