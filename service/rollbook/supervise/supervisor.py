@@ -355,9 +355,11 @@ class Supervisor:
 
 
 def learner_needs(config: Config) -> Needs:
-    """What the learner reserves."""
-    gpus = config.cluster.learner_gpus if config.learner.device == "cuda" else 0
-    return Needs(config.cluster.learner_cpus or config.learner.threads, gpus)
+    """What the learner reserves: its ranks are processes of one role and so on one node, all placed or none."""
+    ranks = config.learner.ranks
+    gpus = config.cluster.learner_gpus if ranks == 1 else float(ranks)
+    cpus = ranks * (config.cluster.learner_cpus or config.learner.threads)
+    return Needs(cpus, gpus if config.learner.device == "cuda" else 0)
 
 
 def _check(config: Config) -> None:
