@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from drills.drill import Broken, Drill, main
-from drills.faults import DIES_BY_KILL, ROLES, Fault, kill, possible
+from drills.faults import DIES_BY_KILL, ENDS_ITSELF, ROLES, Fault, kill, possible
 from rollbook.observe.catalogue import CATALOGUE
 
 ANY = ("worker", "learner", "ledger", "feeder", "supervisor")
@@ -36,6 +36,10 @@ class KillNode(Drill):
         if self._waiting and args.count is None:
             args.count = len(self._waiting)
 
+    def overrides(self) -> list[str]:
+        ranks = self.args.role == "learner-rank" or any(point.startswith("learner.rank.") for point in self.args.at)
+        return ["learner.ranks=2"] if ranks else []
+
     def failpoints(self) -> str:
         from drills.runs import Refused
 
@@ -56,7 +60,8 @@ class KillNode(Drill):
     def _roles(self) -> list[str]:
         if self.args.role != "any":
             return [self.args.role]
-        return [*ANY, "node", *(["database"] if self.run.server else [])]
+        more = ["database"] if self.run.server else []
+        return [*ANY, "node", *more, *(["learner-rank"] if self.run.config.learner.ranks > 1 else [])]
 
     def strike(self) -> Fault | None:
         if self.args.at:
@@ -75,7 +80,8 @@ class KillNode(Drill):
                 if marker.exists():
                     self._waiting.remove(point)
                     role = CATALOGUE[name].role
-                    found.append(Fault(role, name, marker.stat().st_mtime, n_processes=1, may_cost=((role, DIES_BY_KILL),)))
+                    how = ENDS_ITSELF if name.startswith("learner.rank.") else DIES_BY_KILL
+                    found.append(Fault(role, name, marker.stat().st_mtime, n_processes=1, may_cost=((role, how),)))
                     return True
             return False
 

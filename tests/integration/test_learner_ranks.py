@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner_support import MemoryLedger, VOCAB_SIZE, make_config, make_model_dir, plan_of, rollouts
+from learner_support import VOCAB_SIZE, MemoryLedger, make_config, make_model_dir, plan_of, rollouts
 from learner_worker import service
 from rollbook.core.config import Config
 from rollbook.core.errors import RankLost, RanksDiffer
@@ -27,7 +30,7 @@ from rollbook.learner.model import load_policy
 from rollbook.learner.replay import replay
 from rollbook.learner.trainer import Trainer
 from rollbook.supervise.process import start_time
-from run_support import wait_until
+from run_support import environment, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -178,3 +181,46 @@ def test_a_rank_that_was_killed_while_nothing_happened_is_noticed(model_dir: Pat
         wait_until("the death is noticed", noticed)
         assert start_time(member.process.pid) is None
         members.check()
+
+
+LEARNER = """
+import sys, threading
+from pathlib import Path
+from rollbook.core.config import config_from_json
+from rollbook.learner.gang import learner_group
+
+with learner_group(config_from_json(Path(sys.argv[1]).read_text())):
+    print("ready", flush=True)
+    threading.Event().wait(400)
+"""
+
+
+@pytest.fixture
+def busy(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process of rank 0 whose loop looks at nothing, and the pid of its rank 1."""
+    (tmp_path / "config.json").write_text(make(model_dir, tmp_path / "run").to_json())
+    with (tmp_path / "said").open("wb") as said, subprocess.Popen(
+        [sys.executable, "-c", LEARNER, str(tmp_path / "config.json")], env=environment(), stdout=subprocess.PIPE, stderr=said
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            (entry,) = json.loads((tmp_path / "run" / gang.RANKS_FILE).read_text())["ranks"]
+            assert entry["rank"] == 1 and start_time(entry["pid"]) is not None
+            yield process, entry["pid"]
+        finally:
+            process.kill()
+
+
+def test_a_dead_rank_0_takes_the_others_with_it(busy: tuple[subprocess.Popen[bytes], int]) -> None:
+    process, rank = busy
+    process.kill()
+    wait_until("rank 1 is gone", lambda: start_time(rank) is None)
+
+
+def test_a_learner_that_computes_is_ended_with_the_name_of_the_rank_that_died(
+    busy: tuple[subprocess.Popen[bytes], int], tmp_path: Path
+) -> None:
+    process, rank = busy
+    os.kill(rank, signal.SIGKILL)
+    assert process.wait(300) == 1
+    assert f"rollbook learner: RankLost: rank 1 (pid {rank}) was killed by SIGKILL" in (tmp_path / "said").read_text()
