@@ -210,3 +210,37 @@ def test_the_learner_reserves_a_place_for_all_its_ranks_together(config: Config)
     assert learner_needs(with_learner(config, ranks=2, device="cuda")) == Needs(2.0, 2.0)
     half = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, learner_gpus=0.5))
     assert learner_needs(with_learner(half, device="cuda")) == Needs(1.0, 0.5)
+
+
+def _everything_behind(self: Trainer, rows: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
+    return self._micro_batches(rows)[rank:]
+
+
+def _only_the_first_round(self: Trainer, rows: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
+    return self._micro_batches(rows)[rank : rank + 1]
+
+
+def _the_last_rank_alone(self: InTurn, parameters: list[torch.Tensor], share: sharing.Share) -> float:
+    losses = []
+    for rank in self.here:
+        for parameter in parameters:
+            parameter.grad = None
+        losses.append(share(rank))
+    return sum(losses)
+
+
+DEFECTS = {
+    "micro-batches are counted by several ranks": (Trainer, "_share", _everything_behind),
+    "micro-batches beyond the first round belong to nobody": (Trainer, "_share", _only_the_first_round),
+    "gradients are not added": (InTurn, "sum", _the_last_rank_alone),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_in_how_a_step_is_shared_would_be_seen(config: Config, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+    config = with_learner(config, micro_batch_size=1, dtype="float64", minibatches=1)
+    one, _ = trained(config, steps=1)
+    monkeypatch.setattr(*DEFECTS[defect])
+    two, _ = trained(with_learner(config, ranks=2), steps=1)
+    apart = [(two.policy.weights()[name] - tensor).abs().max() for name, tensor in one.policy.weights().items()]
+    assert float(max(apart)) > 1e-6

@@ -47,6 +47,8 @@ WATCH_S = 0.2
 """How often it is looked whether every rank lives."""
 GRACE_S = 1.0
 """How long the loop of rank 0 has to end by itself once a rank is lost, before its process is ended."""
+SEEN_S = 5.0
+"""How long it may take to see that a rank is dead once its connections are."""
 END_S = 10.0
 """How long a rank may take to end when it is told to."""
 _EXIT_FAILED = 1
@@ -195,12 +197,14 @@ class Gang:
 
     def _gone(self, member: _Member) -> RankLost:
         with suppress(subprocess.TimeoutExpired):
-            member.process.wait(GRACE_S)
+            member.process.wait(SEEN_S)
         return RankLost(f"{member} {_how(member.process.poll())}")
 
     def _broken(self, error: RuntimeError) -> RankLost:
-        deadline = host().monotonic() + GRACE_S
+        deadline = host().monotonic() + SEEN_S
         while host().monotonic() < deadline:
+            if self._lost:
+                return RankLost(self._lost)
             for member in self._members:
                 if member.process.poll() is not None:
                     return self._gone(member)
