@@ -239,8 +239,7 @@ DEFECTS = {
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_in_how_a_step_is_shared_would_be_seen(config: Config, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
     config = with_learner(config, micro_batch_size=1, dtype="float64", minibatches=1)
-    one, _ = trained(config, steps=1)
+    _, (one,) = trained(config, steps=1)
     monkeypatch.setattr(*DEFECTS[defect])
-    two, _ = trained(with_learner(config, ranks=2), steps=1)
-    apart = [(two.policy.weights()[name] - tensor).abs().max() for name, tensor in one.policy.weights().items()]
-    assert float(max(apart)) > 1e-6
+    _, (two,) = trained(with_learner(config, ranks=2), steps=1)
+    assert two.metrics["grad_norm"] != pytest.approx(one.metrics["grad_norm"], rel=1e-3)
