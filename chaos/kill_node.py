@@ -10,12 +10,12 @@ import argparse
 import sys
 
 from drills.drill import Broken, Drill, main
-from drills.faults import DIES_BY_KILL, ROLES, Fault, kill, possible
+from drills.faults import DIES_BY_KILL, ENDS_ITSELF, ROLES, Fault, kill, possible
 from drills.verdict import Verdict
 from rollbook.observe.catalogue import CATALOGUE
 
 ANY = ("worker", "learner", "ledger", "feeder", "supervisor")
-IN_TURN = ("worker", "engine", "learner", "ledger", "standby", "feeder", "supervisor", "database", "node")
+IN_TURN = ("worker", "engine", "learner", "learner-rank", "ledger", "standby", "feeder", "supervisor", "database", "node")
 
 
 class KillNode(Drill):
@@ -40,6 +40,11 @@ class KillNode(Drill):
             args.count = len(self._waiting)
         self._struck: list[str] = []
 
+    def overrides(self) -> list[str]:
+        role = self.args.role
+        ranks = role in ("each", "learner-rank") or any(point.startswith("learner.rank.") for point in self.args.at)
+        return [*(["ledger.standbys=1"] if role in ("each", "standby") else []), *(["learner.ranks=2"] if ranks else [])]
+
     def failpoints(self) -> str:
         from drills.runs import Refused
 
@@ -51,9 +56,6 @@ class KillNode(Drill):
             parts.append(f"{name}=crash@{crossing or 1}")
         return ",".join(parts)
 
-    def overrides(self) -> list[str]:
-        return ["ledger.standbys=1"] if self.args.role in ("each", "standby") else []
-
     def would_do(self) -> list[str]:
         if self.args.at:
             return [f"whoever crosses {point}" for point in self.args.at]
@@ -62,14 +64,18 @@ class KillNode(Drill):
 
     def _roles(self) -> list[str]:
         if self.args.role == "any":
-            return [*ANY, "node", *(["database"] if self.run.server else [])]
+            more = ["database"] if self.run.server else []
+            return [*ANY, "node", *more, *(["learner-rank"] if self.run.config.learner.ranks > 1 else [])]
         return self._in_turn() if self.args.role == "each" else [self.args.role]
 
     def _in_turn(self) -> list[str]:
         """What the run has: an engine is a process of its own only in workers of vLLM."""
-        engines = any(worker.engine == "vllm" for worker in self.run.config.workers)
-        lacks = {"engine": not engines, "database": self.run.server is None, "standby": not self.run.config.ledger.standbys}
-        return [role for role in IN_TURN if not lacks.get(role)]
+        config = self.run.config
+        has = {
+            "engine": any(worker.engine == "vllm" for worker in config.workers), "learner-rank": config.learner.ranks > 1,
+            "standby": config.ledger.standbys > 0, "database": self.run.server is not None,
+        }  # fmt: skip
+        return [role for role in IN_TURN if has.get(role, True)]
 
     def strike(self) -> Fault | None:
         if self.args.at:
@@ -104,7 +110,8 @@ class KillNode(Drill):
                 if marker.exists():
                     self._waiting.remove(point)
                     role = CATALOGUE[name].role
-                    found.append(Fault(role, name, marker.stat().st_mtime, n_processes=1, may_cost=((role, DIES_BY_KILL),)))
+                    how = ENDS_ITSELF if name.startswith("learner.rank.") else DIES_BY_KILL
+                    found.append(Fault(role, name, marker.stat().st_mtime, n_processes=1, may_cost=((role, how),)))
                     return True
             return False
 

@@ -6,6 +6,7 @@ Owns the choice of victims. Never names a process that the run's table (or, for 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -19,8 +20,11 @@ from drills.proc import descendants
 from drills.runs import OwnRun, Run
 from rollbook.supervise.process import ProcessRecord
 
-ROLES = ("worker", "engine", "learner", "ledger", "standby", "feeder", "supervisor", "database")
+ROLES = ("worker", "engine", "learner", "learner-rank", "ledger", "standby", "feeder", "supervisor", "database")
+RANKS_FILE = "learner/ranks.json"
+"""Where a learner of several ranks says which processes they are; below the run directory."""
 DIES_BY_KILL = "killed by SIGKILL"
+ENDS_ITSELF = "exit code 1"
 FENCED = "exit code 3"
 NODE_LOST = "node lost"
 
@@ -113,7 +117,21 @@ def possible(run: Run, role: str) -> list[str]:
         return [f"database: the PostgreSQL server in {run.server.root}"] if run.server else []
     if role == "engine":
         return [f"{r.name}'s child: pid {pid}" for r in run.alive("worker") for pid in descendants(r.pid)]
+    if role == "learner-rank":
+        return [f"rank {rank} of the learner: pid {pid}" for rank, pid in sorted(other_ranks(run).items())]
     return [f"{r.name}: pid {r.pid}" for r in run.alive(role)]
+
+
+def other_ranks(run: Run) -> dict[int, int]:
+    """Rank to pid of the live learner's ranks but 0: those it has recorded and that are its children; none with one rank."""
+    found: dict[int, int] = {}
+    for record in run.alive("learner"):
+        below = descendants(record.pid)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            stated = json.loads((run.dir / RANKS_FILE).read_text())
+            if stated["incarnation"] == record.incarnation:
+                found |= {int(entry["rank"]): int(entry["pid"]) for entry in stated["ranks"] if entry["pid"] in below}
+    return found
 
 
 def kill(run: Run, role: str, chance: random.Random, one: bool) -> Fault | None:
@@ -126,6 +144,8 @@ def kill(run: Run, role: str, chance: random.Random, one: bool) -> Fault | None:
         return _kill_database(run)
     if role == "engine":
         return _kill_children(run, chance, one)
+    if role == "learner-rank":
+        return _kill_rank(run, chance)
     alive = run.alive(role)
     if one and alive:
         alive = [chance.choice(sorted(alive, key=lambda r: r.name))]
@@ -168,7 +188,7 @@ def _kill_node(run: Run, node: Node) -> Fault | None:
 def _kill_database(run: Run) -> Fault | None:
     if run.server is None:
         return None
-    fault = Fault("database", "sigkill", may_cost=(("ledger", "exit code 1"),))
+    fault = Fault("database", "sigkill", may_cost=(("ledger", ENDS_ITSELF),))
     fault.n_processes = run.server.kill()
     run.server.start_again()
     return fault
@@ -183,12 +203,28 @@ def _kill_children(run: Run, chance: random.Random, one: bool) -> Fault | None:
     if not holders:
         return None
     fault = _fault("engine", "sigkill", holders)
-    fault.may_cost = tuple(("worker", how) for _ in holders for how in ("exit code 1", DIES_BY_KILL))
+    fault.may_cost = tuple(("worker", how) for _ in holders for how in (ENDS_ITSELF, DIES_BY_KILL))
     for record in holders:
         for pid in found[record]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 fault.n_processes += 1
+    return fault
+
+
+def _kill_rank(run: Run, chance: random.Random) -> Fault | None:
+    """One rank of the learner but 0, by chance: rank 0 has to notice, and all of them start again."""
+    ranks = other_ranks(run)
+    holders = run.alive("learner")
+    if not ranks or not holders:
+        return None
+    fault = _fault("learner-rank", "sigkill", holders)
+    fault.may_cost = (("learner", ENDS_ITSELF),)
+    fault.n_processes = 1
+    try:
+        os.kill(ranks[chance.choice(sorted(ranks))], signal.SIGKILL)
+    except ProcessLookupError:
+        return None
     return fault
 
 

@@ -17,8 +17,8 @@ import oracle
 
 BIN_S = 5.0
 _COLOURS = {
-    "worker": "tab:blue", "engine": "tab:cyan", "learner": "tab:red", "ledger": "tab:purple", "feeder": "tab:green",
-    "supervisor": "tab:orange", "node": "black", "database": "tab:brown",
+    "worker": "tab:blue", "engine": "tab:cyan", "learner": "tab:red", "learner-rank": "tab:pink", "ledger": "tab:purple",
+    "feeder": "tab:green", "supervisor": "tab:orange", "node": "black", "database": "tab:brown",
 }  # fmt: skip
 _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#222}"

@@ -130,6 +130,7 @@ FIELDS = {
     "learner.objective=ppo_clip": "learner.objective: 'decoupled' -> 'ppo_clip'",
     "learner.minibatches=2": "learner.minibatches: 1 -> 2",
     "learner.threads=2": "learner.threads: 1 -> 2",
+    "learner.ranks=2": "learner.ranks: 1 -> 2",
     "run.steps=9": "run.steps: 2 -> 9",
     "sampling.temperature=1.0": "sampling.temperature: 3.0 -> 1.0",
     "schedule.max_lag_versions=5": "schedule.max_lag_versions: 2 -> 5",

@@ -99,7 +99,7 @@ class Config:
         """
         content = _not_default(self)
         content["run"] = {k: v for k, v in content["run"].items() if k in ("id", "seed", "steps")}
-        for name in ("on_divergence", "fork_tolerance", "keep_orphans"):
+        for name in ("on_divergence", "fork_tolerance", "keep_orphans", "rank_timeout_s"):
             content["learner"].pop(name, None)
         for section, name in (
             ("model", "path"), ("task", "path"), ("task", "heldout_path"), ("environment", "tool_s"), ("environment", "score_s"),
@@ -120,7 +120,8 @@ class Config:
 
 FREE = (
     "run.dir", "run.chaos_allowed", "run.health_port", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
-    "learner.fork_tolerance", "learner.keep_orphans", "checkpoint.", "retention.", "supervisor.", "chaos", "security", "cluster.",
+    "learner.fork_tolerance", "learner.keep_orphans", "learner.rank_timeout_s", "checkpoint.", "retention.", "supervisor.",
+    "chaos", "security", "cluster.",
     "ledger.url", "ledger.password_file", "ledger.address", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port",
     "ledger.group_commit_max", "ledger.payload_bytes_max", "ledger.ordinals_per_partition", "ledger.standbys",
     "environment.tool_s", "environment.score_s", "environment.processes", "environment.attempts_max", "sandbox.slots",

@@ -46,7 +46,8 @@ AT_LEAST: dict[str, float] = {
     "run.steps": 1, "run.seed": 0, "task.size": 1, "task.heldout_size": 0, "task.lookahead_groups": 0, "task.epochs": 0,
     "schedule.max_lag_versions": 0, "schedule.lag_versions": 0, "sampling.max_new_tokens": 1, "checkpoint.every_steps": 1,
     "learner.groups_per_step": 1, "learner.group_size": 1, "learner.minibatches": 1, "learner.micro_batch_size": 0,
-    "learner.lr": 0, "learner.warmup_steps": 0, "learner.threads": 1, "learner.fork_tolerance": 0, "ledger.attempts_max": 1,
+    "learner.lr": 0, "learner.warmup_steps": 0, "learner.threads": 1, "learner.ranks": 1, "learner.fork_tolerance": 0,
+    "ledger.attempts_max": 1,
     "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
     "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
     "ledger.standbys": 0, "environment.turns_max": 1, "retention.groups": 1, "retention.batch_rows": 1, "retention.events_s": 0,
@@ -61,6 +62,7 @@ AT_LEAST: dict[str, float] = {
 
 POSITIVE = (
     "checkpoint.mtbf_s", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.lease_ttl_s", "learner.grad_clip", "learner.rho_max",
+    "learner.rank_timeout_s",
     "ledger.breaker_pause_s", "security.calls_per_s_max", "retention.every_s", "environment.tool_s", "environment.score_s",
     "sandbox.cpu_s", "sandbox.wall_s", "cluster.place_s", "cluster.unreachable_s", "cluster.orphan_s", "supervisor.startup_s",
     "supervisor.busy_s", "supervisor.idle_s",
@@ -118,6 +120,9 @@ def check(c: Config) -> None:
          f"chaos.failpoints = {c.chaos.failpoints!r}: this run does not allow faults; set run.chaos_allowed = true if its "
          "processes may be killed on purpose")  # fmt: skip
     _check_learner(c.learner)
+    need(c.learner.ranks == 1 or c.learner.rank_timeout_s < c.supervisor.busy_s,
+         f"learner.rank_timeout_s = {c.learner.rank_timeout_s}: below supervisor.busy_s = {c.supervisor.busy_s}, or the learner "
+         "would be ended as hung before it could name the rank")  # fmt: skip
     need(not (c.learner.keep_orphans and c.schedule.kind == "fixed"),
          "learner.keep_orphans = true: in the fixed schedule the path through a fork is always longer than "
          "schedule.lag_versions")  # fmt: skip
@@ -191,6 +196,12 @@ def _check_learner(s: LearnerConfig) -> None:
     need(s.minibatches <= samples,
          f"learner.minibatches = {s.minibatches}: between 1 and the {samples} samples of a step, or a minibatch would be "
          "empty")  # fmt: skip
+    minibatch = samples // s.minibatches
+    parts = math.ceil(minibatch / (s.micro_batch_size or math.ceil(minibatch / s.ranks)))
+    need(s.ranks <= parts,
+         f"learner.ranks = {s.ranks}: a minibatch of {minibatch} samples has {parts} micro-batches of at most "
+         f"{s.micro_batch_size or math.ceil(minibatch / s.ranks)}, so ranks would have nothing to do; lower learner.ranks or "
+         "learner.micro_batch_size")  # fmt: skip
 
 
 def _check_worker(w: WorkerConfig, where: str, max_new_tokens: int) -> None:

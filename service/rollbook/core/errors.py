@@ -168,5 +168,13 @@ class VerifierError(RollbookError):
     """The reward function raised; no reward was given."""
 
 
+class RankLost(RollbookError):
+    """A rank of the learner group died or hangs."""
+
+
+class RanksDiffer(RollbookError):
+    """The ranks of the learner group no longer hold the same weights."""
+
+
 class RestartBudgetSpent(RollbookError):
     """A role died more often than its restart budget allows."""

@@ -199,7 +199,7 @@ class LearnerConfig:
     minibatches: int = 1
     """Optimizer updates per step, on disjoint parts shuffled by the checkpointed RNG."""
     micro_batch_size: int = 0
-    """Sequences per forward; 0 = a whole minibatch. Changes memory, not the loss."""
+    """Sequences per forward; 0 = a whole minibatch, with several ranks a rank's share of it. Changes memory, not the loss."""
     objective: str = "decoupled"
     """Name in ``learner.objectives``."""
     clip_low: float = 0.2
@@ -244,6 +244,11 @@ class LearnerConfig:
     """CPU threads of the process."""
     deterministic: bool = True
     """Deterministic kernels: what makes replay bitwise (P4)."""
+    ranks: int = 1
+    """Processes that share the micro-batches of a step, one per GPU with ``device = "cuda"``; all live or all start again. They
+    are part of the arithmetic: gradients are added up by rank."""
+    rank_timeout_s: float = 300.0
+    """Longest that one rank may let the others wait within a step; then the learner names it and ends."""
     on_divergence: str = "stop"
     """When a replay after a crash gives other weights than the recorded ones: ``stop``, right where arithmetic is bitwise
     and a difference is a fault, or ``fork``, which trains the recorded plans under a new lineage (R7)."""
@@ -406,9 +411,9 @@ class ClusterConfig:
     worker_gpus: float = 1.0
     """GPUs, or the share of one, of a worker with ``device = "cuda"``."""
     learner_cpus: float = 0.0
-    """CPUs of the learner; 0 = its ``threads``."""
+    """CPUs of each rank of the learner; 0 = its ``threads``."""
     learner_gpus: float = 1.0
-    """GPUs of a learner with ``device = "cuda"``."""
+    """GPUs of a learner with ``device = "cuda"``; with several ranks each has a whole one, all on one node."""
     server_cpus: float = 0.0
     """CPUs of the ledger server and of the feeder, each; with 0 they find a place on any node."""
     place_s: float = 15.0

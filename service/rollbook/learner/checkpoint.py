@@ -197,6 +197,7 @@ def _manifest(directory: Path, state: TrainingState, epoch: int) -> dict[str, An
         "version_digest": progress.version_digest,
         "cursor": state.values["progress"]["cursor"],
         "config_digest": state.values["config_digest"],
+        "ranks": json.loads(state.values["config_json"])["learner"].get("ranks", 1),
         "generators_not_drawn_from": list(rng.NOT_DRAWN_FROM),
         "libraries": library_versions(),
         "files": files,

@@ -98,7 +98,8 @@ def interval_sentence(values: Mapping[str, Any]) -> str:
         )
     if v["lost_device_s"] is not None:
         parts.append(
-            f"a crash costs at most {steps} x {v['replay_step_s']:.3g} s x {v['devices']} device = {v['lost_device_s']:.3g} "
+            f"a crash costs at most {steps} x {v['replay_step_s']:.3g} s x {v['devices']} "
+            f"device{'s' if v['devices'] > 1 else ''} = {v['lost_device_s']:.3g} "
             f"device-seconds of replay, {v['lost_device_s'] / 2:.3g} on average, and no generation"
         )
     return "; ".join(parts)

@@ -22,6 +22,7 @@ from rollbook.core.records import TASK_STREAM, Plan, PlanOutcome, PolicyVersion,
 from rollbook.learner.checkpoint import Checkpoints
 from rollbook.learner.collate import collate
 from rollbook.learner.forking import Divergence, fork, other_weights, stopped
+from rollbook.learner.gang import Gang, learner_group, trainer_of
 from rollbook.learner.history import refuse_when_ahead
 from rollbook.learner.interval import Cadence
 from rollbook.learner.model import load_policy
@@ -52,6 +53,8 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
         RoleHeld: another learner holds the role and keeps renewing it.
         ReplayDiverged: a replayed step gave other weights than the recorded ones, and the lineage does not fork.
         RunPaused: the schedule needs an operator's decision.
+        RankLost: another rank of the learner died or hangs.
+        RanksDiffer: the ranks of the learner hold different weights.
     """
     holder = incarnation()
     supersede = superseded()
@@ -60,8 +63,8 @@ def run_learner(config: Config, client: LedgerPort, stop: threading.Event) -> bo
     if term is None:
         return False
     failpoint("learner.after_role")
-    with holding(client, term) as role:
-        learner = open_learner(config, client, role)
+    with holding(client, term) as role, learner_group(config) as gang:
+        learner = open_learner(config, client, role, gang)
         progress.ready(True, check=role.wrong)
         while learner.step < config.run.steps:
             plan = learner.next_plan(stop)
@@ -241,7 +244,7 @@ class Learner:
         self.cadence.saved(self.step, host().monotonic() - started, self.checkpoints.files.n_bytes(saved.dir_name))
 
 
-def open_learner(config: Config, client: LedgerPort, role: HeldRole) -> Learner:
+def open_learner(config: Config, client: LedgerPort, role: HeldRole, gang: Gang | None = None) -> Learner:
     """A learner at the newest state that can be restored; a new run gets version 0 and checkpoint 0 first (R8)."""
     run_dir = Path(config.run.dir)
     point = client.resume_point()
@@ -249,7 +252,7 @@ def open_learner(config: Config, client: LedgerPort, role: HeldRole) -> Learner:
     checkpoints = Checkpoints(run_dir / "checkpoints", client, role.term, config.checkpoint.keep)
     checkpoints.open(point, config.run.id, config.run.seed)
     recorded = {version.version: version for version in client.versions(point.lineage)}
-    trainer = Trainer(load_policy(config), config)
+    trainer = trainer_of(load_policy(config), config, gang)
     trainer.note(lineage=point.lineage)
     restored = restore_newest(trainer, checkpoints, client, point, recorded)
     trainer.note(lineage=point.lineage)  # a checkpoint from before a fork names the lineage it was made in
@@ -263,7 +266,7 @@ def open_learner(config: Config, client: LedgerPort, role: HeldRole) -> Learner:
         revisions=Revisions(run_dir / "revisions", config),
         recorded=recorded,
         last_planned_step=point.last_planned_step,
-        cadence=Cadence(config.checkpoint.every_steps, config.checkpoint.mtbf_s),
+        cadence=Cadence(config.checkpoint.every_steps, config.checkpoint.mtbf_s, config.learner.ranks),
     )
     if restored is None:
         _begin(learner)

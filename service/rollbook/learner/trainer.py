@@ -13,6 +13,7 @@ pass of its own runs first, split into the same micro-batches.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,13 +43,14 @@ from rollbook.learner.optimizer import (
     set_hyperparameters,
 )
 from rollbook.learner.schedule import learning_rate
+from rollbook.learner.sharing import Ranks, ranks_in_turn
 from rollbook.learner.snapshot import Snapshot
-from rollbook.learner.state import Progress, TrainingState
+from rollbook.learner.state import Progress, TrainingState, tensors_digest
 from rollbook.observe.failpoints import failpoint
 from rollbook.observe.progress import mark as mark_progress
 
-_BUILT_IN = ("device", "dtype", "autocast", "publish_dtype", "gradient_checkpointing", "deterministic", "threads")
-"""Settings that are part of the loaded policy or of the process."""
+_BUILT_IN = ("device", "dtype", "autocast", "publish_dtype", "gradient_checkpointing", "deterministic", "threads", "ranks")
+"""Settings that are part of the loaded policy, of the process, or of the processes that train together."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,13 @@ class _Update:
 class Trainer:
     """The policy with its optimizer, generators and progress; one instance trains one lineage."""
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+    def __init__(self, policy: Policy, config: Config, ranks: Ranks | None = None) -> None:
         """Start from the policy as given, at step 0, with every generator seeded from the run's seed.
+
+        Args:
+            policy: to train.
+            config: to train under.
+            ranks: who shares the work; left out, this process does all of it, with the arithmetic of ``learner.ranks``.
 
         Raises:
             ConfigError: unknown objective, correction, estimator or schedule, or settings that contradict each other.
@@ -84,6 +91,7 @@ class Trainer:
         self.policy = policy
         self.progress = Progress(chain_digest=genesis_digest(config.run.id, config.run.seed))
         self._built = config.learner
+        self._ranks = ranks or ranks_in_turn(config.learner.ranks)
         self.optimizer = adamw(policy.model.named_parameters(), config.learner)
         self._before = Snapshot()
         self.use(config)
@@ -183,7 +191,7 @@ class Trainer:
         advantages = group_advantages(batch.rewards, batch.valid, batch.group_ids, estimator=settings.advantage).float()
         old = self._old_logprobs(batch, parts) if len(parts) > 1 else None
         limits = {"cap": settings.rho_max, "clip_low": settings.clip_low, "clip_high": settings.clip_high}
-        diagnostics = DiagnosticsAccumulator(**limits, device=self.policy.device)
+        diagnostics = {rank: DiagnosticsAccumulator(**limits, device=self.policy.device) for rank in self._ranks.here}
         updates = []
         for position, rows in enumerate(parts):
             if position:
@@ -193,7 +201,7 @@ class Trainer:
             if not update.finite:
                 self._put_back(order_before, updated=position > 0)
                 return f"minibatch {position + 1} of {len(parts)}: loss {update.loss}, gradient norm {update.grad_norm}"
-        metrics |= diagnostics.result()
+        metrics |= self._ranks.merge(list(diagnostics.values())).result()
         metrics |= {
             "loss": sum(update.loss for update in updates) / len(updates),
             "grad_norm": max(update.grad_norm for update in updates),
@@ -209,13 +217,20 @@ class Trainer:
         return [part for part in parts if bool(batch.mask[part].any())]
 
     def _micro_batches(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return rows.split(self.config.learner.micro_batch_size or len(rows))
+        return rows.split(self.config.learner.micro_batch_size or math.ceil(len(rows) / self._ranks.n))
+
+    def _share(self, rows: Tensor, rank: int) -> tuple[Tensor, ...]:
+        """The micro-batches of a minibatch that belong to a rank."""
+        return self._micro_batches(rows)[rank :: self._ranks.n]
 
     @torch.no_grad()
     def _old_logprobs(self, batch: StepBatch, parts: list[Tensor]) -> Tensor:
-        """[N, T] log-probs under the weights at the start of the step, split as the updates will split them."""
+        """[N, T] log-probs under the weights at the start of the step, split as the updates will split them.
+
+        Rows that other ranks update are 0: nobody here reads them.
+        """
         old = torch.zeros(batch.mask.shape, dtype=torch.float32, device=self.policy.device)
-        for micro in (micro for rows in parts for micro in self._micro_batches(rows)):
+        for micro in (micro for rows in parts for rank in self._ranks.here for micro in self._share(rows, rank)):
             mark_progress()
             part = batch.select(micro)
             logprobs, _ = self.policy.completion_logprobs(part.token_ids, part.prompt_lengths, part.mask)
@@ -224,21 +239,27 @@ class Trainer:
         return old
 
     def _update(
-        self, batch: StepBatch, rows: Tensor, advantages: Tensor, old: Tensor | None, diagnostics: DiagnosticsAccumulator
-    ) -> _Update:
+        self, batch: StepBatch, rows: Tensor, advantages: Tensor, old: Tensor | None,
+        diagnostics: dict[int, DiagnosticsAccumulator],
+    ) -> _Update:  # fmt: skip
         """Gradient of one minibatch over all its micro-batches, then one optimizer step if it is finite."""
         counts = batch.mask[rows].sum(1)
         denominators = step_denominators(counts, batch.group_ids[rows])
         group_tokens = dict(zip(rows.tolist(), group_token_counts(counts, batch.group_ids[rows]).tolist(), strict=True))
         self.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
-        for micro in self._micro_batches(rows):
-            mark_progress()
-            part = batch.select(micro)
-            if part.n_tokens:
-                of_group = torch.tensor([group_tokens[row] for row in micro.tolist()], device=self.policy.device)
-                of_old = None if old is None else old[micro.to(old.device), : part.mask.shape[1]]
-                loss += self._backward(part, advantages[micro], of_old, of_group, denominators, diagnostics)
+
+        def share(rank: int) -> float:
+            loss = 0.0
+            for micro in self._share(rows, rank):
+                mark_progress()
+                part = batch.select(micro)
+                if part.n_tokens:
+                    of_group = torch.tensor([group_tokens[row] for row in micro.tolist()], device=self.policy.device)
+                    of_old = None if old is None else old[micro.to(old.device), : part.mask.shape[1]]
+                    loss += self._backward(part, advantages[micro], of_old, of_group, denominators, diagnostics[rank])
+            return loss
+
+        loss = self._ranks.sum(list(self.policy.model.parameters()), share)
         parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip))
         update = _Update(loss, norm)
@@ -378,6 +399,28 @@ class Trainer:
             "position": step,
             "lr_next": learning_rate(settings, step + 1, steps),
         }
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _held(trainer: Trainer) -> list[Tensor]:
+    moments = [tensor for state in trainer.optimizer.state.values() for tensor in state.values()]
+    return [tensor.detach() for tensor in (*(t for _, t in trainer.policy.named_tensors()), *moments)]
+
+
+def fingerprint(trainer: Trainer) -> str:
+    """A cheap word for the bits of weights and moments: equal ones have the same, other ones hardly ever."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    for tensor in _held(trainer):
+        words = tensor.contiguous().reshape(-1).view(_WORDS[tensor.itemsize])
+        sums.setdefault(tensor.device, []).append(words.sum(dtype=torch.int64))
+    return digest("fingerprint", *(json.dumps(torch.stack(of_device).tolist()) for of_device in sums.values()))[:16]
+
+
+def weights_held(trainer: Trainer) -> str:
+    """sha256 hex over weights, buffers and moments."""
+    return tensors_digest(dict(trainer.policy.named_tensors()) | optimizer_tensors(trainer.optimizer))
 
 
 def _check_progress(progress: Progress) -> None:

@@ -66,6 +66,8 @@ TABLE: dict[type[RollbookError], grpc.StatusCode] = {
     errors.UnsupportedSampling: _CODE.INVALID_ARGUMENT,
     errors.TaskError: _CODE.FAILED_PRECONDITION,
     errors.VerifierError: _CODE.FAILED_PRECONDITION,
+    errors.RankLost: _CODE.ABORTED,
+    errors.RanksDiffer: _CODE.DATA_LOSS,
     errors.RestartBudgetSpent: _CODE.FAILED_PRECONDITION,
 }
 """Every error class and the status it travels as."""

@@ -24,9 +24,10 @@ def server_needs(config: Config) -> Needs:
 
 def learner_needs(config: Config) -> Needs:
     """Of the learner with all its ranks, which share one node: a gang has its whole place or none."""
-    ranks = int(getattr(config.learner, "ranks", 1))
-    gpus = config.cluster.learner_gpus if config.learner.device == "cuda" else 0.0
-    return Needs(ranks * (config.cluster.learner_cpus or config.learner.threads), ranks * gpus)
+    ranks = config.learner.ranks
+    gpus = config.cluster.learner_gpus if ranks == 1 else float(ranks)  # of several ranks each has a whole one
+    cpus = ranks * (config.cluster.learner_cpus or config.learner.threads)
+    return Needs(cpus, gpus if config.learner.device == "cuda" else 0.0)
 
 
 def worker_needs(config: Config, kind: WorkerConfig) -> Needs:
