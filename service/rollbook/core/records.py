@@ -352,6 +352,12 @@ class SubmitResult:
     reason: str = ""
 
 
+WORKER_DIED = "its worker process died"
+"""Reason that others report for a worker that ended with slots in its hands."""
+ENGINE_FAILED = "engine: "
+"""Begins the reason of a worker that ends because its engine raised."""
+
+
 @dataclass(frozen=True, slots=True)
 class FailureReport:
     """A rollout that gave no sample; idempotent by (slot, lease token)."""

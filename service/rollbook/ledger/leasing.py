@@ -169,7 +169,7 @@ class Leasing(Failing):
             return LeaseReply((), wanted, 0.0)
         breaker = self._breaker(txn.conn)
         room = self._probe_room(txn, breaker, n_max)
-        granted = self._choose(txn, free, frontier, wanted, room, breaker.is_open) if room else []
+        granted = self._choose(txn, free, frontier, wanted, room, breaker.is_open, incarnation) if room else []
         if not granted:
             return LeaseReply((), None, RETRY_AFTER_S)
         return self._grant(txn, incarnation, wanted, granted, request_id)
@@ -229,12 +229,14 @@ class Leasing(Failing):
         return self._version(conn, self._newest_lineage(), fixed_version(step, rules.fixed_lag_versions))
 
     def _choose(
-        self, txn: Txn, free: Sequence[Any], frontier: SlotKey, wanted: PolicyVersion, n_max: int, probing: bool
-    ) -> list[tuple[SlotKey, int, int, bool]]:
+        self, txn: Txn, free: Sequence[Any], frontier: SlotKey, wanted: PolicyVersion, n_max: int, probing: bool,
+        incarnation: str = "",
+    ) -> list[tuple[SlotKey, int, int, bool]]:  # fmt: skip
         """(slot, token, attempt, is new) of what is granted: retries and opened groups always, new groups as the law allows.
 
         While the breaker is open (``probing``) the least tried slot comes first. In the bounded schedule, slots whose probes
         cost an attempt come when nothing else is left, the most tried first: once its group is closed, another may be opened.
+        Before these come suspects, one alone, for a worker that holds nothing (``poison``).
         """
         rules = self.rules
 
@@ -244,6 +246,7 @@ class Leasing(Failing):
             return not self._is_fixed or (inside and fixed_version(step, rules.fixed_lag_versions) == wanted.version)
 
         again = [(SlotKey(r.ordinal, r.sibling), r.token + 1, r.attempt + 1, False) for r in free if admissible(r.ordinal)]
+        again, suspects = self._set_apart(txn.conn, again)
         worn: list[tuple[SlotKey, int, int, bool]] = []
         if probing:
             again.sort(key=lambda slot: slot[1])
@@ -261,6 +264,8 @@ class Leasing(Failing):
             if len(opened) > may_open or not admissible(row.ordinal):
                 break
             chosen.append((SlotKey(row.ordinal, row.sibling), 1, 1, True))
+        if not chosen and suspects and not self._holds(txn.conn, incarnation):
+            return suspects[:1]
         return chosen or (worn if self._is_fixed else worn[::-1])[:n_max]
 
     def _may_open(self, conn: sa.Connection, frontier: SlotKey) -> int:
@@ -349,16 +354,9 @@ class Leasing(Failing):
         }
         return tuple(
             LeaseGrant(
-                key=k,
-                token=token,
-                attempt=attempt,
-                ttl_s=self.rules.lease_ttl_s,
-                seed=seeds[k],
-                prompt_ids=groups[k.ordinal].prompt_ids,
-                task_json=groups[k.ordinal].task_json,
-                lineage=version.lineage,
-                version=version.version,
-                version_digest=version.digest,
+                key=k, token=token, attempt=attempt, ttl_s=self.rules.lease_ttl_s, seed=seeds[k],
+                prompt_ids=groups[k.ordinal].prompt_ids, task_json=groups[k.ordinal].task_json,
+                lineage=version.lineage, version=version.version, version_digest=version.digest,
             )  # fmt: skip
             for k, token, attempt in entries
         )

@@ -77,6 +77,7 @@ class Status(Tools):
                 "draining": self._draining,
                 "paused": self._pause_reason(conn, steps["planned"] + 1),
                 "failed_attempts": self._failed_attempts(conn, totals.get("failures", []), kept),
+                "quarantines": self._quarantines(conn),
                 "breaker": self._breaker_shown(conn, now_us),
                 "database": self._database.condition(conn),
                 "members": sum_by_name(totals.get("members", {}), self._members(conn, lineage, *_kept(t.plan_item, kept))),

@@ -23,6 +23,7 @@ from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.packing import unpack_i32
 from rollbook.core.ports import Engine, Generation, GenerationRequest, LedgerPort, SamplingSettings
 from rollbook.core.records import (
+    ENGINE_FAILED,
     Blame,
     FailureReport,
     LeaseGrant,
@@ -300,7 +301,7 @@ class _Worker:
             return self.engine.generate(requests, self.sampling)
         except Exception as error:
             # The process ends with this error; the slots are freed at once instead of after their TTL.
-            reason = f"engine: {type(error).__name__}: {error}"[:500]
+            reason = f"{ENGINE_FAILED}{type(error).__name__}: {error}"[:500]
             asked = {request.key for request in requests}
             mine = [grant for grant in self.in_hand if grant.key in asked]
             self.delivery.report([self._failure(g, RewardStatus.NO_VERDICT, Blame.INFRA, reason) for g in mine])
