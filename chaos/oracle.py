@@ -112,7 +112,7 @@ def findings(tables: dict[str, list[Row]], run_dir: Path | None, *, steps: int, 
     """
     ledger = Ledger(tables)
     found: list[str] = []
-    for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, failures, turns, epochs):
+    for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, failures, poison, turns, epochs):
         found += [f"{check.__name__}: {detail}" for detail in check(ledger)]
     found += [f"steps: {detail}" for detail in _steps(ledger, steps)]
     found += [f"submissions: {detail}" for detail in submissions(ledger)]
@@ -373,6 +373,30 @@ def failures(ledger: Ledger) -> Iterator[str]:
             is_open = row["kind"] == "breaker_opened"
         elif row["kind"] == "step_planned" and is_open:
             yield f"a step was planned while the breaker was open: {row['detail_json']}"
+
+
+def poison(ledger: Ledger) -> Iterator[str]:
+    """A task was taken out for the workers it killed: they died over it, over nothing else each time, and it is gone for good."""
+    died: dict[Key, set[str]] = defaultdict(set)
+    for row in ledger["failure"]:
+        if row["status"] == "no_verdict":
+            died[key_of(row)].add(row["incarnation"])
+    for event in ledger["event"]:
+        said = json.loads(event["detail_json"]) if event["kind"] == "group_closed" else {}
+        if not (killed := set(said.get("killed", ()))):
+            continue
+        ordinal, _, sibling = said["slot"].partition(".")
+        key, group = (int(ordinal), int(sibling)), ledger.groups[event["ordinal"]]
+        if key[0] != group["ordinal"] or not killed <= died[key] or len(set(said["workers"])) < 2:
+            yield f"group {group['ordinal']} was taken out for {sorted(killed)}, slot {key} lost {sorted(died[key])}"
+        for other, dead in died.items():
+            if other[0] != group["ordinal"] and dead >= killed:
+                yield f"slot {other} was at each death that group {group['ordinal']} was taken out for"
+        for member in range(group["n_siblings"]):
+            if (group["ordinal"], member) not in ledger.verdicts:
+                yield f"slot {(group['ordinal'], member)} goes on though its group was taken out"
+        if any(row["refills"] == group["ordinal"] for row in ledger["prompt_group"]):
+            yield f"group {group['ordinal']} was taken out and refilled"
 
 
 def turns(ledger: Ledger) -> Iterator[str]:

@@ -8,9 +8,10 @@ import random
 from collections.abc import Collection
 
 import pytest
-from ledger_support import Scene
+from ledger_support import Scene, run_record
 from test_ledger_breaker import fail, verdicts
 
+import oracle
 from ledger_bench import Bench
 from rollbook.core.errors import NotReady
 from rollbook.core.records import ENGINE_FAILED, WORKER_DIED, LeaseGrant, RewardStatus, ScheduleKind
@@ -88,6 +89,14 @@ def test_a_task_that_kills_its_workers_is_taken_out_and_no_other_that_was_there(
     assert taken["ordinal"] == 1 and "killed workers" in taken["reason"] and s.ledger.audit() == []
     ((told,),) = bench.rows("SELECT detail_json FROM event WHERE kind = 'group_closed'")
     assert len(json.loads(told)["killed"]) == 3
+    told_by_rows = oracle.Ledger(oracle.read_ledger(bench.url, "run"))
+    assert list(oracle.poison(told_by_rows)) == []
+    told_by_rows.tables["failure"] = [
+        {**row, "ordinal": ordinal} for row in told_by_rows["failure"] for ordinal in {row["ordinal"], 9}
+    ]
+    assert any("at each death" in found for found in oracle.poison(told_by_rows))
+    told_by_rows.tables["failure"] = []
+    assert any("lost []" in found for found in oracle.poison(told_by_rows))
 
 
 def test_a_suspect_is_leased_last_and_alone(bench: Bench) -> None:
@@ -112,7 +121,7 @@ def test_two_tasks_that_kill_the_same_workers_are_both_taken_out(bench: Bench) -
     assert quarantined(bench) == {0, 2} and set(verdicts(bench).values()) == {"quarantined"} and s.ledger.audit() == []
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_storm_of_kills_makes_no_task_poison(bench: Bench, seed: int) -> None:
     s = bench.scene(**RULES)
     s.feed(120)
@@ -126,10 +135,10 @@ def test_a_task_that_kills_in_a_storm_is_refilled_and_found_when_it_is_over(benc
     s = bench.scene(**RULES)
     s.feed(120)
     fleet, rng, mine = Fleet(s, bench, 4, slots=4), random.Random(1), {5}
-    for turn in range(44):
-        if turn == 22:
+    for turn in range(30):
+        if turn == 10:
             bench.let_time_pass(3600.0)
-        fleet.turn(mine, [name for name in fleet.alive if turn < 22 and rng.random() < 0.2])
+        fleet.turn(mine, [name for name in fleet.alive if turn < 10 and rng.random() < 0.2])
         mine |= {o for o, older in bench.rows("SELECT ordinal, refills FROM prompt_group WHERE refills > 0") if older in mine}
     assert len(mine) > 1 and quarantined(bench) == {max(mine)} and s.ledger.audit() == []
 
@@ -181,8 +190,6 @@ def test_slots_that_are_spent_together_accuse_nobody(bench: Bench) -> None:
     bench.let_time_pass(1.0)
     s.submit(others["worker-1"], fleet.alive["worker-1"])
     s.submit(s.lease(20, fleet.alive["worker-0"])[4:5], fleet.alive["worker-0"])
-    from ledger_support import run_record
-
     s.ledger.open_run(run_record(**RULES), accept=["rules.attempts_max"])
     bench.let_time_pass(31.0)
     s.lease(1, s.worker())
@@ -194,11 +201,6 @@ def test_the_fixed_schedule_tries_suspects_alone_and_pauses_for_the_one_that_kil
     s.feed(2)
     fleet = Fleet(s, bench, 1)
     for _ in range(8):
-        fleet_turn_without_training(fleet, {0})
+        fleet.turn({0})
     assert bench.rows("SELECT ordinal, sibling FROM sample ORDER BY ordinal, sibling") == [(1, 0), (1, 1)]
     assert verdicts(bench) == {} and "slot 0.0" in s.ledger.run_status()["paused"]
-
-
-def fleet_turn_without_training(fleet: Fleet, poison: Collection[int]) -> None:
-    fleet.train = lambda: None  # type: ignore[method-assign]
-    fleet.turn(poison)
