@@ -13,10 +13,16 @@ from collections import Counter
 from drills import verdict
 from drills.drill import Drill, main
 from drills.faults import DIES_BY_KILL, Fault
-from drills.runs import OwnRun, Refused
+from drills.runs import OwnRun
 
 ATTEMPTS = 3
 BOUND_S = 300.0
+
+
+def _attempts(text: str) -> int:
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: one death says nothing about a prompt, two are the least")
+    return int(text)
 
 
 class Poison(Drill):
@@ -31,12 +37,10 @@ class Poison(Drill):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--attempts", type=int, default=ATTEMPTS, help="of a slot before its verdict, two at least")
+        parser.add_argument("--attempts", type=_attempts, default=ATTEMPTS, help="of a slot before its verdict, two at least")
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        if args.attempts < 2:
-            raise Refused(f"--attempts {args.attempts}: one death says nothing about a prompt; two are the least")
         self.poisoned: dict[int, str] = {}
 
     def overrides(self) -> list[str]:
