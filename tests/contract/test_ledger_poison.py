@@ -14,7 +14,8 @@ from test_ledger_breaker import fail, verdicts
 import oracle
 from ledger_bench import Bench
 from rollbook.core.errors import NotReady
-from rollbook.core.records import ENGINE_FAILED, WORKER_DIED, LeaseGrant, RewardStatus, ScheduleKind
+from rollbook.core.records import LeaseGrant, RewardStatus, ScheduleKind
+from rollbook.core.statuses import ENGINE_FAILED, WORKER_DIED
 
 RULES = {"attempts_max": 3, "groups_per_step": 2, "max_lag_versions": 2, "lease_ttl_s": 30.0}
 DEATHS = {"told by a successor": WORKER_DIED, "silent": "", "the engine raised": f"{ENGINE_FAILED}RuntimeError: CUDA"}

@@ -15,7 +15,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rollbook.core.records import ENGINE_FAILED, WORKER_DIED, Blame, RewardStatus, SlotKey, VerdictKind
+from rollbook.core.records import Blame, RewardStatus, SlotKey, VerdictKind
+from rollbook.core.statuses import ENGINE_FAILED, WORKER_DIED
 from rollbook.ledger import schema as t
 from rollbook.ledger.breaker import Breaker, is_silent
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollbook.core.host import host
-from rollbook.core.records import WORKER_DIED, Blame, FailureReport, LeaseGrant, RewardStatus, SlotKey
+from rollbook.core.records import Blame, FailureReport, LeaseGrant, RewardStatus, SlotKey
+from rollbook.core.statuses import WORKER_DIED
 from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)

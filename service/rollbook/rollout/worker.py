@@ -23,7 +23,6 @@ from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.packing import unpack_i32
 from rollbook.core.ports import Engine, Generation, GenerationRequest, LedgerPort, SamplingSettings
 from rollbook.core.records import (
-    ENGINE_FAILED,
     Blame,
     FailureReport,
     LeaseGrant,
@@ -33,6 +32,7 @@ from rollbook.core.records import (
     ScheduleKind,
     Submission,
 )
+from rollbook.core.statuses import ENGINE_FAILED
 from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.delivery import Delivery, repeat_call
