@@ -39,9 +39,9 @@ class Poison(Breaker):
 
         Counted are workers that have brought samples of other groups since, for a failure whatever their incarnation, for a death
         each process that died: as many as a slot has attempts, but two at least, since one alone cannot tell a poisonous task
-        from a sick worker. Deaths count only if no slot of another group was there at each of them, and if fewer workers have
-        died at random of late. Where fewer workers live than a slot has attempts, a failure on all of these is enough. While
-        the breaker is open every task fails, so none is to blame.
+        from a sick worker. Deaths count only if no slot of another group was there at each of them, and not where of late one
+        worker in as many has died at random. Where fewer workers live than a slot has attempts, a failure on all of these is
+        enough. While the breaker is open every task fails, so none is to blame.
         """
         dead = self._died_over(conn, failures)
         failed = {f.incarnation for f in failures if f.status in _TASK_FAILS and f.blame == Blame.INFRA.value} - dead
@@ -64,8 +64,9 @@ class Poison(Breaker):
         healthy = {names[incarnation] for incarnation in well if incarnation in names}
         convinced = healthy & {names[incarnation] for incarnation in failed if incarnation in names}
         killed = {incarnation for incarnation in dead if names.get(incarnation) in healthy}
-        if killed and (self._others_at(conn, ordinal, killed, since_us) or self._died_at_random(conn, since_us) >= len(killed)):
-            killed = set()
+        if killed:
+            storm = self._died_at_random(conn, ordinal, since_us) * self.rules.attempts_max >= len(alive | healthy)
+            killed = set() if storm or self._others_at(conn, ordinal, killed, since_us) else killed
         if len(convinced) + len(killed) >= max(2, self.rules.attempts_max):
             return True
         return len(convinced) > 1 and alive & healthy <= convinced
@@ -81,8 +82,8 @@ class Poison(Breaker):
             told |= {row.incarnation for row in conn.execute(seen) if row.seen_at_us <= silent[row.incarnation]}
         return told
 
-    def _died_at_random(self, conn: sa.Connection, since_us: int) -> int:
-        """How many workers have died of late over nothing that lost another one: each of their slots was there at one death."""
+    def _died_at_random(self, conn: sa.Connection, ordinal: int, since_us: int) -> int:
+        """How many workers have died of late over nothing that lost another one, and not over this group."""
         f = t.failure.c
         rows = conn.execute(
             sa.select(f.ordinal, f.sibling, *(f[name] for name in _ENDED)).where(
@@ -94,7 +95,7 @@ class Poison(Breaker):
         for row in rows:
             if _is_death(row):
                 over[row.ordinal, row.sibling].add(row.incarnation)
-        again = {incarnation for dead in over.values() if len(dead) > 1 for incarnation in dead}
+        again = {i for (group, _), dead in over.items() if group == ordinal or len(dead) > 1 for i in dead}
         return len({incarnation for dead in over.values() for incarnation in dead} - again)
 
     def _others_at(self, conn: sa.Connection, ordinal: int, incarnations: Collection[str], since_us: int) -> bool:
