@@ -105,17 +105,21 @@ def test_a_task_that_kills_its_workers_is_taken_out_and_no_other_that_was_there(
     assert any("lost []" in found for found in oracle.poison(told_by_rows))
 
 
-def test_a_suspect_is_leased_last_and_alone(bench: Bench) -> None:
+def test_a_suspect_is_leased_alone_to_a_worker_that_has_proven_itself_or_last(bench: Bench) -> None:
     s = bench.scene(**RULES)
     s.feed(6)
     fleet = Fleet(s, bench, 2)
     for _ in range(2):
         fleet.die("worker-0", s.lease(2, fleet.alive["worker-0"]))
     first, second = fleet.alive.values()
-    assert [g.key.ordinal for g in s.lease(8, first)] == [1, 1, 2, 2, 3, 3, 4, 4], "what nobody suspects comes first"
-    assert [g.key.ordinal for g in s.lease(8, second)] == [5, 5]
-    assert s.lease(8, second) == () and s.lease(8, first) == (), "both hold something"
-    assert [str(g.key) for g in s.lease(8, s.worker())] == ["0.0"] and [str(g.key) for g in s.lease(8, s.worker())] == ["0.1"]
+    assert [g.key.ordinal for g in s.lease(4, first)] == [1, 1, 2, 2], "it has brought nothing yet"
+    held = s.lease(2, second)
+    assert [g.key.ordinal for g in held] == [3, 3]
+    s.submit(held[:1], second)
+    assert [g.key.ordinal for g in s.lease(2, second)] == [4, 4], "it still holds something"
+    third = s.worker()
+    assert [g.key.ordinal for g in s.lease(8, third)] == [5, 5] and s.lease(8, third) == ()
+    assert [str(g.key) for g in s.lease(8, s.worker())] == ["0.0"], "there is nothing else"
 
 
 def test_two_tasks_that_kill_the_same_workers_are_both_taken_out(bench: Bench) -> None:
@@ -180,16 +184,12 @@ def test_slots_that_are_spent_together_accuse_nobody(bench: Bench) -> None:
     s = bench.scene(**RULES | {"attempts_max": 9})
     s.feed(14)
     fleet = Fleet(s, bench, 2)
-    held = [s.lease(4, fleet.alive["worker-0"])]
-    others = {name: s.lease(2, worker) for name, worker in fleet.alive.items()}
-    fleet.die("worker-0", held[0])
-    for _ in range(2):
-        again = s.lease(4, fleet.alive["worker-0"])
-        assert [g.key for g in again] == [g.key for g in held[0]]
-        fleet.die("worker-0", again)
-    bench.let_time_pass(1.0)
-    s.submit(others["worker-1"], fleet.alive["worker-1"])
-    s.submit(s.lease(20, fleet.alive["worker-0"])[4:5], fleet.alive["worker-0"])
+    for _ in range(3):
+        *again, other = s.lease(5, fleet.alive["worker-0"])
+        assert [str(g.key) for g in again] == ["0.0", "0.1", "1.0", "1.1"]
+        s.submit([other], fleet.alive["worker-0"])
+        bench.let_time_pass(1.0)
+        fleet.die("worker-0", tuple(again))
     s.ledger.open_run(run_record(**RULES), accept=["rules.attempts_max"])
     bench.let_time_pass(31.0)
     s.lease(1, s.worker())

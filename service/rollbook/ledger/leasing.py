@@ -236,7 +236,7 @@ class Leasing(Failing):
 
         While the breaker is open (``probing``) the least tried slot comes first. In the bounded schedule, slots whose probes
         cost an attempt come when nothing else is left, the most tried first: once its group is closed, another may be opened.
-        Before these come suspects, one alone, for a worker that holds nothing (``poison``).
+        A suspect is leased alone, to a worker that holds nothing: at once where that has proven itself, else last (``poison``).
         """
         rules = self.rules
 
@@ -247,6 +247,9 @@ class Leasing(Failing):
 
         again = [(SlotKey(r.ordinal, r.sibling), r.token + 1, r.attempt + 1, False) for r in free if admissible(r.ordinal)]
         again, suspects = self._set_apart(txn.conn, again)
+        suspects = [] if suspects and self._holds(txn.conn, incarnation) else suspects[:1]
+        if suspects and self._is_proven(txn.conn, incarnation):
+            return suspects
         worn: list[tuple[SlotKey, int, int, bool]] = []
         if probing:
             again.sort(key=lambda slot: slot[1])
@@ -264,9 +267,7 @@ class Leasing(Failing):
             if len(opened) > may_open or not admissible(row.ordinal):
                 break
             chosen.append((SlotKey(row.ordinal, row.sibling), 1, 1, True))
-        if not chosen and suspects and not self._holds(txn.conn, incarnation):
-            return suspects[:1]
-        return chosen or (worn if self._is_fixed else worn[::-1])[:n_max]
+        return chosen or suspects or (worn if self._is_fixed else worn[::-1])[:n_max]
 
     def _may_open(self, conn: sa.Connection, frontier: SlotKey) -> int:
         """Groups that may be opened now: capacity R3, and no more than the remaining steps can train."""

@@ -2,8 +2,9 @@
 
 Owns the questions whether a task whose attempts are spent is poison, which slots have to be tried alone before anybody can
 know, and what was taken out. Never writes. A worker that dies takes every slot in its hands along, so a death alone accuses
-nobody: a slot whose worker has died at all attempts but the last is leased last, when there is nothing else to lease, and to a
-worker that holds nothing else. Innocent slots get their sample there; who dies then dies of that task. Upholds P9 and R14.
+nobody: a slot whose worker has died at all attempts but the last is leased alone, to a process that has brought a sample and
+holds nothing else, or to any when there is nothing else to lease. Innocent slots get their sample there; a healthy process that
+dies then dies of that task. Upholds P9 and R14.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Poison(Breaker):
     def _is_poison(self, conn: sa.Connection, now_us: int, ordinal: int, failures: Sequence[Any]) -> bool:
         """The task failed, or its workers died, wherever it was tried, and on nothing else there (R14, P9).
 
-        Counted are workers that have brought samples of other groups since, for a failure whatever their incarnation, for a death
-        each process that died: as many as a slot has attempts, but two at least, since one alone cannot tell a poisonous task
-        from a sick worker. Deaths count only if no slot of another group was there at each of them, and not where of late one
-        worker in as many has died at random. Where fewer workers live than a slot has attempts, a failure on all of these is
-        enough. While the breaker is open every task fails, so none is to blame.
+        Failures count by workers, whatever their incarnation, that have brought samples of other groups since; deaths by
+        processes, of which the last had brought one itself. It takes as many as a slot has attempts, but two at least, since one
+        alone cannot tell a poisonous task from a sick worker. Deaths do not count where a slot of another group was there at each
+        of them, or where of late one worker in as many has died at random. Where fewer workers live than a slot has attempts, a
+        failure on all of these is enough. While the breaker is open every task fails, so none is to blame.
         """
         dead = self._died_over(conn, failures)
         failed = {f.incarnation for f in failures if f.status in _TASK_FAILS and f.blame == Blame.INFRA.value} - dead
@@ -63,11 +64,12 @@ class Poison(Breaker):
             alive |= {_name_of(row)} if row.seen_at_us >= alive_us else set()
         healthy = {names[incarnation] for incarnation in well if incarnation in names}
         convinced = healthy & {names[incarnation] for incarnation in failed if incarnation in names}
-        killed = {incarnation for incarnation in dead if names.get(incarnation) in healthy}
-        if killed:
+        if dead:
+            last = max((f for f in failures if f.incarnation in dead), key=lambda f: f.lease_token).incarnation
             storm = self._died_at_random(conn, ordinal, since_us) * self.rules.attempts_max >= len(alive | healthy)
-            killed = set() if storm or self._others_at(conn, ordinal, killed, since_us) else killed
-        if len(convinced) + len(killed) >= max(2, self.rules.attempts_max):
+            if storm or not self._is_proven(conn, last, ordinal) or self._others_at(conn, ordinal, dead, since_us):
+                dead = set()
+        if len(convinced) + len(dead) >= max(2, self.rules.attempts_max):
             return True
         return len(convinced) > 1 and alive & healthy <= convinced
 
@@ -130,6 +132,12 @@ class Poison(Breaker):
         taken_out = t.event.c.detail_json.contains(f'"verdict": "{VerdictKind.QUARANTINED.value}"')
         rows = self._newest_events(conn, ("group_closed",), QUARANTINES_SHOWN, taken_out)
         return [{"ordinal": r.ordinal, "at_s": r.at_us / 1e6, "reason": json.loads(r.detail_json)["reason"]} for r in rows]
+
+    def _is_proven(self, conn: sa.Connection, incarnation: str, ordinal: int = -1) -> bool:
+        """Whether the worker has brought a sample, of another group than this one."""
+        s = t.sample.c
+        brought = sa.select(s.ordinal).where(s.run_id == self.run.run_id, s.incarnation == incarnation, s.ordinal != ordinal)
+        return conn.execute(brought.limit(1)).first() is not None
 
     def _holds(self, conn: sa.Connection, incarnation: str) -> bool:
         """Whether the worker has slots in its hands."""
