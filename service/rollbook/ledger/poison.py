@@ -25,6 +25,8 @@ ALIVE_TTLS = 2
 """A worker is alive that was heard of within so many lease TTLs."""
 OF_LATE_S = 600.0
 """How long before a task's first death others are remembered, as long as a supervisor by default remembers restarts."""
+NEWEST_GROUPS = 256
+"""Groups behind the watermark whose samples are looked through for a worker's own."""
 QUARANTINES_SHOWN = 8
 _TASK_FAILS = (RewardStatus.INFRA_ERROR.value, RewardStatus.VERIFIER_ERROR.value, RewardStatus.TIMEOUT.value)
 _Slot = tuple[SlotKey, int, int, bool]
@@ -134,9 +136,11 @@ class Poison(Breaker):
         return [{"ordinal": r.ordinal, "at_s": r.at_us / 1e6, "reason": json.loads(r.detail_json)["reason"]} for r in rows]
 
     def _is_proven(self, conn: sa.Connection, incarnation: str, ordinal: int = -1) -> bool:
-        """Whether the worker has brought a sample, of another group than this one."""
-        s = t.sample.c
-        brought = sa.select(s.ordinal).where(s.run_id == self.run.run_id, s.incarnation == incarnation, s.ordinal != ordinal)
+        """Whether the worker has brought one of the newest samples, of another group than this one."""
+        s, low = t.sample.c, self._watermark - NEWEST_GROUPS
+        brought = sa.select(s.ordinal).where(
+            s.run_id == self.run.run_id, s.ordinal >= low, s.ordinal != ordinal, s.incarnation == incarnation
+        )
         return conn.execute(brought.limit(1)).first() is not None
 
     def _holds(self, conn: sa.Connection, incarnation: str) -> bool:
