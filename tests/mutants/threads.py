@@ -9,6 +9,7 @@ from mutants.thread_rows import (
     NODES,
     QUEUES,
     REWARDS,
+    SANDBOXES,
     TOO_OLD,
     Row,
 )
@@ -20,7 +21,7 @@ CODE_AND_SANDBOXES = (
     ),
     Row(
         ("rllm#915",),
-        ((REWARDS + "rllm_915_no_zombie_is_left_by_checks_that_were_killed", "what_was_killed_is_not_waited_for"),),
+        ((SANDBOXES + "rllm_915_no_zombie_is_left_by_checks_that_were_killed", "what_was_killed_is_not_waited_for"),),
     ),
     Row(
         ("NeMo-RL#2207",),
@@ -59,7 +60,7 @@ CODE_AND_SANDBOXES = (
         ("verl#7853",),
         (
             (
-                REWARDS + "verl_7853_a_program_that_raises_earns_nothing_where_nothing_is_expected",
+                SANDBOXES + "verl_7853_a_program_that_raises_earns_nothing_where_nothing_is_expected",
                 "an_exception_with_exit_code_0_answers_nothing_rightly",
             ),
         ),
@@ -67,47 +68,47 @@ CODE_AND_SANDBOXES = (
     Row(
         ("verl#3478", "verl#6978"),
         (
-            (REWARDS + "verl_3478_jobs_beyond_the_slots_wait_for_their_turn", "a_full_sandbox_refuses"),
+            (SANDBOXES + "verl_3478_jobs_beyond_the_slots_wait_for_their_turn", "a_full_sandbox_refuses"),
             (REWARDS + "verl_6978_a_tools_broken_sandbox_is_not_text_for_the_model", "a_tools_failure_is_its_answer"),
         ),
     ),
     Row(
         ("SvS#3", "code-r1#7"),
-        ((REWARDS + "svs_3_a_check_that_ignores_every_signal_is_killed", "checks_are_never_killed"),),
+        ((SANDBOXES + "svs_3_a_check_that_ignores_every_signal_is_killed", "checks_are_never_killed"),),
     ),
     Row(
         ("open-r1#546",),
-        ((REWARDS + "open_r1_546_a_run_out_of_time_says_so", "a_timeout_is_ok"),),
+        ((SANDBOXES + "open_r1_546_a_run_out_of_time_says_so", "a_timeout_is_ok"),),
     ),
     Row(
         ("evalplus#5",),
-        ((REWARDS + "evalplus_5_a_wall_clock_that_ran_out_on_a_busy_host_fails_no_program", "every_timeout_is_the_programs"),),
+        ((SANDBOXES + "evalplus_5_a_wall_clock_that_ran_out_on_a_busy_host_fails_no_program", "every_timeout_is_the_programs"),),
     ),
     Row(
         ("SWE-smith#24", "SWE-bench#620"),
         (
             (REWARDS + "swe_smith_24_tests_that_did_not_run_are_not_passed", "none_of_none_is_all"),
-            (REWARDS + "swe_bench_620_a_printed_line_is_no_passed_test", "a_printed_line_is_believed"),
+            (SANDBOXES + "swe_bench_620_a_printed_line_is_no_passed_test", "a_printed_line_is_believed"),
         ),
     ),
     Row(
         ("codewars.com#3083", "codewars.com#2448", "codewars-runner-cli#279", "codewars-runner#321"),
         (
-            (REWARDS + "codewars_2448_an_object_that_equals_everything_is_wrong", "an_objects_own_comparison_decides"),
-            (REWARDS + "codewars_runner_321_leaving_early_passes_nothing", "exit_code_0_is_success"),
+            (SANDBOXES + "codewars_2448_an_object_that_equals_everything_is_wrong", "an_objects_own_comparison_decides"),
+            (SANDBOXES + "codewars_runner_321_leaving_early_passes_nothing", "exit_code_0_is_success"),
         ),
     ),
     Row(
         ("agent-os#2372", "rbx#807"),
         (
-            (REWARDS + "agent_os_2372_a_run_ended_by_its_memory_limit_is_not_ok", "out_of_memory_is_ok"),
-            (REWARDS + "rbx_807_memory_wins_whichever_limit_was_polled_first", "the_limit_polled_first_wins"),
+            (SANDBOXES + "agent_os_2372_a_run_ended_by_its_memory_limit_is_not_ok", "out_of_memory_is_ok"),
+            (SANDBOXES + "rbx_807_memory_wins_whichever_limit_was_polled_first", "the_limit_polled_first_wins"),
         ),
     ),
     Row(
         ("verifiers#399", "verifiers#1920", "verifiers#1750", "verifiers#1412"),
         (
-            (REWARDS + "verifiers_399_closing_a_sandbox_ends_what_runs_in_it", "jobs_outlive_their_sandbox"),
+            (SANDBOXES + "verifiers_399_closing_a_sandbox_ends_what_runs_in_it", "jobs_outlive_their_sandbox"),
             (REWARDS + "verifiers_1412_an_episode_that_failed_is_not_scored", "failed_episodes_are_scored"),
         ),
     ),
@@ -129,17 +130,17 @@ CODE_AND_SANDBOXES = (
     Row(
         ("AutoCodeBenchmark#1", "codex#38909"),
         (
-            (REWARDS + "autocodebenchmark_1_a_sandbox_server_is_replaced_before_it_grows", "one_server_for_ever"),
-            (REWARDS + "codex_38909_a_chain_of_forks_ends_at_the_process_limit", "processes_are_not_counted"),
+            (SANDBOXES + "autocodebenchmark_1_a_sandbox_server_is_replaced_before_it_grows", "one_server_for_ever"),
+            (SANDBOXES + "codex_38909_a_chain_of_forks_ends_at_the_process_limit", "processes_are_not_counted"),
         ),
     ),
     Row(
         ("firejail#1956", "firejail#380", "bubblewrap#313", "bubblewrap#798"),
         (
-            (REWARDS + "firejail_1956_a_backend_that_does_not_contain_is_never_taken", "installed_is_good_enough"),
-            (REWARDS + "bubblewrap_313_a_program_is_not_root_inside", "programs_run_as_who_started_them"),
+            (SANDBOXES + "firejail_1956_a_backend_that_does_not_contain_is_never_taken", "installed_is_good_enough"),
+            (SANDBOXES + "bubblewrap_313_a_program_is_not_root_inside", "programs_run_as_who_started_them"),
             (
-                REWARDS + "bubblewrap_798_a_bound_that_cannot_be_set_blames_no_program",
+                SANDBOXES + "bubblewrap_798_a_bound_that_cannot_be_set_blames_no_program",
                 "a_setup_that_failed_is_the_programs_error",
             ),
         ),
@@ -190,7 +191,7 @@ FAILED_AS_ZERO = (
     ),
     Row(
         ("slime#1582",),
-        ((REWARDS + "slime_1582_a_hiccup_of_the_sandbox_costs_neither_the_run_nor_the_verdict", "a_hiccup_is_final"),),
+        ((SANDBOXES + "slime_1582_a_hiccup_of_the_sandbox_costs_neither_the_run_nor_the_verdict", "a_hiccup_is_final"),),
     ),
     Row(
         ("agentcore-rl-toolkit#122",),
