@@ -127,7 +127,7 @@ def masks_of(case: Case) -> dict[str, Any]:
     """Every stored trajectory cut at its calls: behind each stands the codec's text of the answer, and only that is masked."""
     from rollbook.core.config import load_config
     from rollbook.core.packing import unpack_f32, unpack_i32
-    from rollbook.rollout.episodes import reply_from_json
+    from rollbook.rollout.journal import reply_from_json
     from rollbook.tasks.environment import load_environment
     from rollbook.tasks.turns import make_codec
 

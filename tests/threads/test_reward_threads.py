@@ -31,7 +31,8 @@ from rollbook.core.records import (
 )
 from rollbook.learner.advantages import group_advantages
 from rollbook.observe import failpoints
-from rollbook.rollout.episodes import Episodes, Finished, RecordedCalls, play
+from rollbook.rollout.episodes import Episodes, Finished, play
+from rollbook.rollout.journal import RecordedCalls
 from rollbook.rollout.judges import RewardJudge
 from rollbook.rollout.worker import _Worker
 from rollbook.tasks import child_pool

@@ -37,8 +37,9 @@ from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.delivery import Delivery, repeat_call
 from rollbook.rollout.engines import make_engine
-from rollbook.rollout.episodes import Episodes, Finished, Judge, LedgerJournal
+from rollbook.rollout.episodes import Episodes, Finished, Judge
 from rollbook.rollout.heartbeat import Heartbeat
+from rollbook.rollout.journal import LedgerJournal
 from rollbook.rollout.judges import open_judge
 from rollbook.rollout.leases import LeaseNote
 from rollbook.rollout.model_files import prompt_error, read_model_files
