@@ -1,6 +1,6 @@
 """What must hold of a finished run, judged from its database and files alone.
 
-Imports nothing of the product and uses no statement of it: plain SQL reads whole tables, everything else is computed here,
+Imports nothing of the product and uses no statement of it: ``oracle_rows`` reads whole tables, everything else is computed here,
 digests included (sha256 over fields with an 8-byte little-endian length each). ``findings`` returns sentences; none means clean.
 """
 
@@ -15,94 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
-Key = tuple[int, int]
-
-TABLES = (
-    "run", "config_revision", "lineage", "fence", "cursor", "prompt_group", "slot", "lease", "sample", "payload", "verdict",
-    "failure", "tool_call", "plan", "plan_item", "plan_outcome", "policy_version", "checkpoint", "event",
-)  # fmt: skip
-
-
-def connect(url: str) -> Any:
-    """A read-only connection of our own to the database of a ledger URL."""
-    if url.startswith("postgresql"):
-        import psycopg
-
-        connection = psycopg.connect(url.replace("postgresql+psycopg://", "postgresql://"), connect_timeout=5)
-        connection.read_only = True
-        return connection
-    try:
-        from pysqlite3 import dbapi2 as sqlite
-    except ImportError:
-        import sqlite3 as sqlite  # type: ignore[no-redef]
-    return sqlite.connect(f"file:{url.removeprefix('sqlite:///')}?mode=ro", uri=True, timeout=10)
-
-
-def read_ledger(url: str, run_id: str) -> dict[str, list[Row]]:
-    """Every row of one run, by table, all as of one moment."""
-    mark = "%s" if url.startswith("postgresql") else "?"
-    connection = connect(url)
-    try:
-        connection.cursor().execute("BEGIN" if mark == "?" else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-        tables = {}
-        for table in TABLES:
-            cursor = connection.cursor()
-            cursor.execute(f"SELECT * FROM {table} WHERE run_id = {mark}", (run_id,))
-            names = [column[0] for column in cursor.description]
-            tables[table] = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-        return tables
-    finally:
-        connection.close()
-
-
-def sha(*fields: bytes | str | int) -> str:
-    """The documented digest: sha256 over length-prefixed fields."""
-    hasher = hashlib.sha256()
-    for field in fields:
-        data = field if isinstance(field, bytes) else str(field).encode()
-        hasher.update(len(data).to_bytes(8, "little") + data)
-    return hasher.hexdigest()
-
-
-def key_of(row: Row) -> Key:
-    return row["ordinal"], row["sibling"]
-
-
-def all_versions(payload: Row) -> bytes:
-    """Per-token versions; one stored int32 stands for all tokens."""
-    stored, n = bytes(payload["versions"]), len(payload["token_ids"]) // 4
-    return stored * n if len(stored) == 4 else stored
-
-
-def digest_of_bytes(sample: Row, payload: Row) -> str:
-    """A sample's digest from the bytes that are stored now."""
-    reward = b"" if sample["reward"] is None else struct.pack("<d", sample["reward"])
-    return sha(
-        "payload", bytes(payload["token_ids"]), bytes(payload["logprobs"]), all_versions(payload), bytes(payload["loss_mask"]),
-        reward, sample["reward_status"], sample["sandbox_status"], sample["finish_reason"], sample["lineage"],
-    )  # fmt: skip
-
-
-class Ledger:
-    """The rows of a run, with the few look-ups every check needs."""
-
-    def __init__(self, tables: dict[str, list[Row]]) -> None:
-        self.tables = tables
-        (self.run,) = tables["run"]
-        self.rules = json.loads(self.run["rules_json"])
-        self.samples = {key_of(r): r for r in tables["sample"]}
-        self.payloads = {key_of(r): r for r in tables["payload"]}
-        self.groups = {r["ordinal"]: r for r in tables["prompt_group"]}
-        self.verdicts = {key_of(r) for r in tables["verdict"]}
-        self.plans = {r["step"]: r for r in tables["plan"]}
-        self.items: dict[int, list[Row]] = defaultdict(list)
-        for item in sorted(tables["plan_item"], key=lambda r: (r["step"], r["pos"])):
-            self.items[item["step"]].append(item)
-        self.versions = {r["version"]: r for r in tables["policy_version"]}
-
-    def __getitem__(self, table: str) -> list[Row]:
-        return self.tables[table]
+from oracle_rows import Key, Ledger, Row, all_versions, digest_of_bytes, key_of, sha
+from oracle_rows import connect as connect
+from oracle_rows import read_ledger as read_ledger
 
 
 def findings(tables: dict[str, list[Row]], run_dir: Path | None, *, steps: int, acks: list[Row] | None = None) -> list[str]:
@@ -112,7 +27,7 @@ def findings(tables: dict[str, list[Row]], run_dir: Path | None, *, steps: int, 
     """
     ledger = Ledger(tables)
     found: list[str] = []
-    for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, failures, turns, epochs):
+    for check in (samples, rewards, leases, plans, order, chain, versions, lag, conservation, failures, poison, turns, epochs):
         found += [f"{check.__name__}: {detail}" for detail in check(ledger)]
     found += [f"steps: {detail}" for detail in _steps(ledger, steps)]
     found += [f"submissions: {detail}" for detail in submissions(ledger)]
@@ -373,6 +288,30 @@ def failures(ledger: Ledger) -> Iterator[str]:
             is_open = row["kind"] == "breaker_opened"
         elif row["kind"] == "step_planned" and is_open:
             yield f"a step was planned while the breaker was open: {row['detail_json']}"
+
+
+def poison(ledger: Ledger) -> Iterator[str]:
+    """A task was taken out for the workers it killed: they died over it, over nothing else each time, and it is gone for good."""
+    died: dict[Key, set[str]] = defaultdict(set)
+    for row in ledger["failure"]:
+        if row["status"] == "no_verdict":
+            died[key_of(row)].add(row["incarnation"])
+    for event in ledger["event"]:
+        said = json.loads(event["detail_json"]) if event["kind"] == "group_closed" else {}
+        if not (killed := set(said.get("killed", ()))):
+            continue
+        ordinal, _, sibling = said["slot"].partition(".")
+        key, group = (int(ordinal), int(sibling)), ledger.groups[event["ordinal"]]
+        if key[0] != group["ordinal"] or not killed <= died[key] or len(set(said["workers"])) < 2:
+            yield f"group {group['ordinal']} was taken out for {sorted(killed)}, slot {key} lost {sorted(died[key])}"
+        for other, dead in died.items():
+            if other[0] != group["ordinal"] and dead >= killed:
+                yield f"slot {other} was at each death that group {group['ordinal']} was taken out for"
+        for member in range(group["n_siblings"]):
+            if (group["ordinal"], member) not in ledger.verdicts:
+                yield f"slot {(group['ordinal'], member)} goes on though its group was taken out"
+        if any(row["refills"] == group["ordinal"] for row in ledger["prompt_group"]):
+            yield f"group {group['ordinal']} was taken out and refilled"
 
 
 def turns(ledger: Ledger) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A prompt that kills every worker that generates it: it is taken out after its attempts, and the run goes on.
+"""A prompt that kills every worker that generates it: it is found out after its attempts, alone, and the run goes on.
 
 The prompt is one that the feeder has handed in and no worker has seen yet; the engine of every worker answers it with SIGKILL to
 its own process (``drills/hooks``).
@@ -19,11 +19,17 @@ ATTEMPTS = 3
 BOUND_S = 300.0
 
 
+def _attempts(text: str) -> int:
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: one death says nothing about a prompt, two are the least")
+    return int(text)
+
+
 class Poison(Drill):
     name = "poison"
     claim = (
-        "a prompt that kills its workers gets no sample and no reward; its slots get a verdict after their attempts, it stops "
-        "coming back, and the run goes on without loss"
+        "a prompt that kills its workers gets no sample and no reward; after its attempts its group is quarantined with the "
+        "workers it killed, no other prompt is, it does not come back, and the run goes on without loss"
     )
     needs_own_run = "a prompt can be made poisonous only for workers that were started for it"
     count = 1
@@ -31,7 +37,7 @@ class Poison(Drill):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--attempts", type=int, default=ATTEMPTS, help="of a slot before its verdict")
+        parser.add_argument("--attempts", type=_attempts, default=ATTEMPTS, help="of a slot before its verdict, two at least")
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
@@ -85,6 +91,10 @@ class Poison(Drill):
         bare = {(r["ordinal"], r["sibling"]) for r in tables["slot"] if r["ordinal"] in bad}
         bare -= {(r["ordinal"], r["sibling"]) for r in tables["verdict"]}
         found += [f"poison: slot {key} has no verdict" for key in sorted(bare)]
+        taken_out = {row["ordinal"] for row in tables["verdict"] if row["kind"] == "quarantined"}
+        found += [f"poison: group {ordinal}, which killed nobody, is quarantined" for ordinal in sorted(taken_out - bad)]
+        caught = {bytes(row["prompt_ids"]).hex() for row in tables["prompt_group"] if row["ordinal"] in taken_out}
+        found += [f"poison: the prompt of group {o} is not quarantined" for o, p in self.poisoned.items() if p not in caught]
         return found + ([] if self.deaths() else ["poison: it killed nobody"])
 
     def own_numbers(self, result: verdict.Verdict) -> dict[str, object]:

@@ -32,7 +32,7 @@ from rollbook.core.records import (
     ToolCall,
     Trajectory,
 )
-from rollbook.rollout.episodes import RecordedCalls
+from rollbook.rollout.journal import RecordedCalls
 from rollbook.rollout.weights import weights_digest
 
 SORT_DIGITS = Path(__file__).parents[1] / "service" / "rollbook" / "assets" / "sort-digits"

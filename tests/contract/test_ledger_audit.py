@@ -13,6 +13,7 @@ from rollbook.core.records import ScheduleKind
 from rollbook.ledger import schema as t
 from rollbook.ledger.audit import CHECKS
 
+TAKEN_OUT = '{"killed": ["w1", "w2"], "slot": "6.0", "workers": ["w1", "w2"]}'
 FAILURE = ", ".join(column.name for column in t.failure.c)
 PLANTED: dict[str, list[str | Callable[[], sa.Executable]]] = {
     "sample_has_payload": [
@@ -71,6 +72,16 @@ PLANTED: dict[str, list[str | Callable[[], sa.Executable]]] = {
         f"INSERT INTO failure ({FAILURE}) VALUES ('run', 6, 0, 9, 1, 'w', 'timeout', 'oom', 'infra', '', 0, 0, 0, '', false, 1)",
         f"INSERT INTO failure ({FAILURE}) VALUES ('run', 4, 0, 1, 1, 'w', 'timeout', 'oom', 'infra', '', 0, 0, 0, '', false, 1); "
         "INSERT INTO verdict (run_id, ordinal, sibling, kind, reason, decided_at_us) VALUES ('run', 5, 1, 'failed', 'r', 2)",
+    ],
+    "poison": [
+        "INSERT INTO event (run_id, seq, kind, ordinal, detail_json, at_us) VALUES ('run', 100000, 'group_closed', 6, "
+        f"'{TAKEN_OUT}', 1)",
+        "INSERT INTO event (run_id, seq, kind, ordinal, detail_json, at_us) VALUES ('run', 100000, 'group_closed', 6, "
+        f"'{TAKEN_OUT}', 1); "
+        + "; ".join(
+            f"INSERT INTO failure ({FAILURE}) VALUES ('run', {ordinal}, 0, {n}, {n}, 'w{n}', 'no_verdict', 'not_used', 'infra', "
+            "'', 0, 0, 0, '', false, 1)" for ordinal in (4, 6) for n in (1, 2)
+        ),
     ],
     "breaker": [
         "INSERT INTO event (run_id, seq, kind, detail_json, at_us) VALUES ('run', 100000, 'breaker_closed', '{}', 1)",

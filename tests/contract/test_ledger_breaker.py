@@ -1,20 +1,18 @@
-"""Rows of failed attempts, the circuit breaker, poison tasks and failures that no other attempt can mend, on both databases."""
+"""The circuit breaker: what opens and closes it, its probes, and what an outage costs, on both databases."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator
 
 import pytest
 import sqlalchemy as sa
+from failure_support import breaker, fail, verdicts
 from ledger_support import Scene
 
 from ledger_bench import Bench
 from rollbook.core.errors import NotReady, RunPaused
 from rollbook.core.records import (
     Blame,
-    FailureReport,
     LeaseGrant,
     RewardStatus,
     Role,
@@ -28,26 +26,6 @@ WINDOW = {"infra_window": 8, "infra_failures_max": 0.5, "attempts_max": 9, "max_
 OUTAGE = {"infra_window": 4, "infra_failures_max": 1.0, "attempts_max": 3, "max_lag_versions": 20, "breaker_pause_s": 1e6}
 
 
-def report(grant: LeaseGrant, worker: str, **changes: object) -> FailureReport:
-    made = FailureReport(
-        grant.key, grant.token, worker, RewardStatus.INFRA_ERROR, Blame.INFRA, "no sandbox", SandboxStatus.INFRA_SPAWN, 5, 0.5,
-        0.25, '{"attempts": 3}',
-    )  # fmt: skip
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
-
-
-def fail(s: Scene, grants: tuple[LeaseGrant, ...], worker: str = "", **changes: object) -> list[SubmitOutcome]:
-    return [r.outcome for r in s.ledger.report_failures([report(g, worker or s.incarnation, **changes) for g in grants])]
-
-
-def verdicts(bench: Bench) -> dict[str, str]:
-    return {f"{o}.{k}": kind for o, k, kind in bench.rows("SELECT ordinal, sibling, kind FROM verdict")}
-
-
-def breaker(s: Scene) -> str:
-    return str(s.ledger.run_status()["breaker"]["state"])
-
-
 def probes_after_growing_pauses(s: Scene, bench: Bench) -> Iterator[tuple[LeaseGrant, ...]]:
     """The first probes of an open breaker, one after each pause and none before, while each of them fails."""
     for pause_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
@@ -58,60 +36,6 @@ def probes_after_growing_pauses(s: Scene, bench: Bench) -> Iterator[tuple[LeaseG
         probe = s.lease(9)
         assert len(probe) == 1
         yield probe
-
-
-def test_a_failure_is_a_row_with_its_statuses_and_whose_it_was(bench: Bench) -> None:
-    s = bench.scene()
-    s.feed(1)
-    grant = s.lease(1)[0]
-    assert fail(s, (grant,)) == [SubmitOutcome.ACCEPTED] and fail(s, (grant,)) == [SubmitOutcome.REPLAYED]
-    assert bench.rows(
-        "SELECT ordinal, sibling, lease_token, attempt, status, sandbox_status, blame, reason, n_tokens, generate_s, verify_s,"
-        " evidence_json, final FROM failure"
-    ) == [(0, 0, 1, 1, "infra_error", "infra_spawn", "infra", "no sandbox", 5, 0.5, 0.25, '{"attempts": 3}', 0)]
-    assert s.ledger.run_status()["failed_attempts"] == [
-        {"status": "infra_error", "sandbox_status": "infra_spawn", "blame": "infra", "n": 1}
-    ]
-    assert bench.rows("SELECT count(*) FROM sample") == [(0,)], "nothing is padded, nothing becomes 0 (P6)"
-
-
-def test_a_worker_that_falls_silent_leaves_a_row_and_its_late_report_no_second_one(bench: Bench) -> None:
-    s = bench.scene(lease_ttl_s=10.0)
-    s.feed(1)
-    grant = s.lease(1)[0]
-    bench.let_time_pass(11.0)
-    again = s.lease(1)[0]
-    assert again.key == grant.key and fail(s, (grant,)) == [SubmitOutcome.FENCED]
-    assert bench.rows("SELECT lease_token, status, blame, reason FROM failure") == [
-        (1, "no_verdict", "unclear", "its worker fell silent")
-    ]
-
-
-def test_blame_is_stored_with_a_sample(bench: Bench) -> None:
-    s = bench.scene()
-    s.feed(1)
-    first, second = s.lease(2)
-    s.submit([first], reward=0.0, sandbox_status=SandboxStatus.TIMEOUT_CPU, blame=Blame.MODEL)
-    s.submit([second])
-    assert bench.rows("SELECT sandbox_status, blame FROM sample ORDER BY sibling") == [
-        ("timeout_cpu", "model"), ("not_used", None),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("schedule", [ScheduleKind.BOUNDED, ScheduleKind.FIXED])
-def test_a_failure_that_is_final_ends_its_slot_at_once(bench: Bench, schedule: ScheduleKind) -> None:
-    s = bench.scene(schedule=schedule, attempts_max=3, groups_per_step=1)
-    s.feed(1)
-    first, second = s.lease(2)
-    s.submit([second])
-    assert fail(s, (first,), final=True) == [SubmitOutcome.ACCEPTED]
-    assert s.lease(1) == () or s.lease(1)[0].key != first.key
-    if schedule is ScheduleKind.BOUNDED:
-        assert verdicts(bench)["0.0"] == "failed"
-    else:
-        assert verdicts(bench) == {}, "the fixed schedule may lose no member"
-        with pytest.raises(RunPaused, match=r"0\.0"):
-            s.plan(1)
 
 
 def test_too_many_infrastructure_failures_stop_planning_and_all_but_probes(bench: Bench) -> None:
@@ -457,53 +381,6 @@ def test_a_failed_probe_between_samples_keeps_it_open_and_the_window_begins_anew
     assert breaker(s) == "open"
 
 
-def test_a_task_that_fails_on_every_healthy_worker_is_quarantined_with_its_evidence(bench: Bench) -> None:
-    s = bench.scene(attempts_max=3, groups_per_step=1, max_lag_versions=20, survivors_min=1)
-    s.feed(6)
-    workers = [s.worker(f"healthy-{i}") for i in range(3)]
-    grant = poison = s.lease(1, workers[0])[0]
-    held = {worker: s.lease(2, worker) for worker in workers}
-    for number, worker in enumerate(workers):
-        assert fail(s, (grant,), worker, reason=f"the sandbox of {worker} died") == [SubmitOutcome.ACCEPTED]
-        if number == 0:
-            bench.let_time_pass(1.0)
-            for other, grants in held.items():
-                s.submit(grants, other)
-        if number < 2:
-            grant = next(g for g in s.lease(1, workers[number + 1]) if g.key == poison.key)
-    assert {v for k, v in verdicts(bench).items() if k.startswith("0.")} == {"quarantined"}
-    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 0") == [(0,)], "the prompt is the problem"
-    story = json.dumps(s.ledger.explain(poison.key))
-    assert all(f"the sandbox of {w} died" in story for w in workers) and s.ledger.audit() == []
-
-
-def test_a_task_that_fails_on_one_worker_only_or_on_workers_that_never_succeed_is_not_poison(bench: Bench) -> None:
-    s = bench.scene(attempts_max=3, groups_per_step=1, max_lag_versions=20)
-    s.feed(6)
-    s.submit(s.lease(2))
-    grants = s.lease(1)
-    for _ in range(3):
-        fail(s, grants)
-        grants = s.lease(1)
-    sick = bench.rows("SELECT DISTINCT kind FROM verdict WHERE ordinal = 1")
-    assert set(sick) == {("failed",), ("cancelled",)} or set(sick) == {("failed",)}
-    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 1") == [(1,)], "refilled (R5)"
-
-
-def test_survivors_are_trained_and_too_few_are_dropped_and_refilled(bench: Bench) -> None:
-    s = bench.scene(group_size=4, survivors_min=2, attempts_max=1, groups_per_step=1, max_lag_versions=20)
-    s.feed(2, 4)
-    grants = s.lease(8)
-    s.submit(grants[:2])
-    fail(s, grants[2:4])
-    assert [i.key for i in s.plan(1).items] == [g.key for g in grants[:2]], "n >= max(2, ceil(G/2))"
-    s.submit(grants[4:5])
-    fail(s, grants[5:])
-    assert verdicts(bench)["1.0"] == "cancelled", "one survivor is no group: dropped with its sample"
-    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 1") == [(1,)], "and refilled (R5)"
-    assert s.ledger.audit() == []
-
-
 def test_its_state_is_read_from_an_index_of_few_rows(sqlite_bench: Bench) -> None:
     """Every verb of a rollout asks for it; walking through all events of a run would cost each of them ever more."""
     s = sqlite_bench.scene()
@@ -514,16 +391,6 @@ def test_its_state_is_read_from_an_index_of_few_rows(sqlite_bench: Bench) -> Non
         [(text, values)] = asked
         plan = str(conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values).all())
     assert "ix_event_kind" in plan, plan
-
-
-def test_a_group_whose_slots_are_all_spent_at_once_is_refilled_too(bench: Bench) -> None:
-    s = bench.scene(attempts_max=1, groups_per_step=1, max_lag_versions=20)
-    s.feed(2)
-    fail(s, s.lease(2))
-    assert set(verdicts(bench).values()) == {"failed"}
-    assert bench.rows("SELECT refills, count(*) FROM prompt_group WHERE refills IS NOT NULL GROUP BY refills") == [(0, 1)]
-    fail(s, s.lease(2), blame=Blame.UNCLEAR)
-    assert bench.rows("SELECT count(*) FROM event WHERE kind = 'group_refilled'") == [(2,)] and s.ledger.audit() == []
 
 
 @pytest.mark.parametrize("schedule", [ScheduleKind.BOUNDED, ScheduleKind.FIXED])

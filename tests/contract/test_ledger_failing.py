@@ -88,9 +88,11 @@ def keys(s: Scene) -> list[str]:
 def test_expiry_counts_as_an_attempt(bench: Bench) -> None:
     s = bench.scene(attempts_max=2, group_size=4, survivors_min=2)
     s.feed(1)
-    for _ in range(2):
-        s.lease(1)
-        bench.let_time_pass(31.0)
+    s.lease(1)
+    bench.let_time_pass(31.0)
+    s.fill(3)
+    assert keys(s) == ["0.0"]
+    bench.let_time_pass(31.0)
     s.lease(1)
     assert verdicts(bench) == {"0.0": "failed"}
 

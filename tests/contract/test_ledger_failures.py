@@ -5,17 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
+from failure_support import fail, report, verdicts
 from ledger_support import Scene, sample_for
-from test_ledger_breaker import fail, report
 
 from ledger_bench import Bench
-from rollbook.core.errors import RollbookError
+from rollbook.core.errors import RollbookError, RunPaused
 from rollbook.core.records import (
     Blame,
     FinishReason,
     LeaseGrant,
     RewardStatus,
     SandboxStatus,
+    ScheduleKind,
     SlotKey,
     SubmitOutcome,
 )
@@ -153,3 +154,81 @@ def _plan_or_intervene(s: Scene, rng: random.Random, verb: str, step: int) -> in
     except RollbookError:
         pass
     return 0
+
+
+def test_a_failure_is_a_row_with_its_statuses_and_whose_it_was(bench: Bench) -> None:
+    s = bench.scene()
+    s.feed(1)
+    grant = s.lease(1)[0]
+    assert fail(s, (grant,)) == [SubmitOutcome.ACCEPTED] and fail(s, (grant,)) == [SubmitOutcome.REPLAYED]
+    assert bench.rows(
+        "SELECT ordinal, sibling, lease_token, attempt, status, sandbox_status, blame, reason, n_tokens, generate_s, verify_s,"
+        " evidence_json, final FROM failure"
+    ) == [(0, 0, 1, 1, "infra_error", "infra_spawn", "infra", "no sandbox", 5, 0.5, 0.25, '{"attempts": 3}', 0)]
+    assert s.ledger.run_status()["failed_attempts"] == [
+        {"status": "infra_error", "sandbox_status": "infra_spawn", "blame": "infra", "n": 1}
+    ]
+    assert bench.rows("SELECT count(*) FROM sample") == [(0,)], "nothing is padded, nothing becomes 0 (P6)"
+
+
+def test_a_worker_that_falls_silent_leaves_a_row_and_its_late_report_no_second_one(bench: Bench) -> None:
+    s = bench.scene(lease_ttl_s=10.0)
+    s.feed(1)
+    grant = s.lease(1)[0]
+    bench.let_time_pass(11.0)
+    again = s.lease(1)[0]
+    assert again.key == grant.key and fail(s, (grant,)) == [SubmitOutcome.FENCED]
+    assert bench.rows("SELECT lease_token, status, blame, reason FROM failure") == [
+        (1, "no_verdict", "unclear", "its worker fell silent")
+    ]
+
+
+def test_blame_is_stored_with_a_sample(bench: Bench) -> None:
+    s = bench.scene()
+    s.feed(1)
+    first, second = s.lease(2)
+    s.submit([first], reward=0.0, sandbox_status=SandboxStatus.TIMEOUT_CPU, blame=Blame.MODEL)
+    s.submit([second])
+    assert bench.rows("SELECT sandbox_status, blame FROM sample ORDER BY sibling") == [
+        ("timeout_cpu", "model"), ("not_used", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", [ScheduleKind.BOUNDED, ScheduleKind.FIXED])
+def test_a_failure_that_is_final_ends_its_slot_at_once(bench: Bench, schedule: ScheduleKind) -> None:
+    s = bench.scene(schedule=schedule, attempts_max=3, groups_per_step=1)
+    s.feed(1)
+    first, second = s.lease(2)
+    s.submit([second])
+    assert fail(s, (first,), final=True) == [SubmitOutcome.ACCEPTED]
+    assert s.lease(1) == () or s.lease(1)[0].key != first.key
+    if schedule is ScheduleKind.BOUNDED:
+        assert verdicts(bench)["0.0"] == "failed"
+    else:
+        assert verdicts(bench) == {}, "the fixed schedule may lose no member"
+        with pytest.raises(RunPaused, match=r"0\.0"):
+            s.plan(1)
+
+
+def test_survivors_are_trained_and_too_few_are_dropped_and_refilled(bench: Bench) -> None:
+    s = bench.scene(group_size=4, survivors_min=2, attempts_max=1, groups_per_step=1, max_lag_versions=20)
+    s.feed(2, 4)
+    grants = s.lease(8)
+    s.submit(grants[:2])
+    fail(s, grants[2:4])
+    assert [i.key for i in s.plan(1).items] == [g.key for g in grants[:2]], "n >= max(2, ceil(G/2))"
+    s.submit(grants[4:5])
+    fail(s, grants[5:])
+    assert verdicts(bench)["1.0"] == "cancelled", "one survivor is no group: dropped with its sample"
+    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 1") == [(1,)], "and refilled (R5)"
+    assert s.ledger.audit() == []
+
+
+def test_a_group_whose_slots_are_all_spent_at_once_is_refilled_too(bench: Bench) -> None:
+    s = bench.scene(attempts_max=1, groups_per_step=1, max_lag_versions=20)
+    s.feed(2)
+    fail(s, s.lease(2))
+    assert set(verdicts(bench).values()) == {"failed"}
+    assert bench.rows("SELECT refills, count(*) FROM prompt_group WHERE refills IS NOT NULL GROUP BY refills") == [(0, 1)]
+    fail(s, s.lease(2), blame=Blame.UNCLEAR)
+    assert bench.rows("SELECT count(*) FROM event WHERE kind = 'group_refilled'") == [(2,)] and s.ledger.audit() == []

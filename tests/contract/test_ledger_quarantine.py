@@ -6,11 +6,16 @@ import json
 from collections.abc import Callable
 
 import pytest
+from failure_support import breaker, fail, verdicts
 from ledger_support import Scene
-from test_ledger_breaker import breaker, fail, verdicts
 
 from ledger_bench import Bench
-from rollbook.core.records import Blame, LeaseGrant, RewardStatus
+from rollbook.core.records import (
+    Blame,
+    LeaseGrant,
+    RewardStatus,
+    SubmitOutcome,
+)
 
 RULES = {"attempts_max": 3, "groups_per_step": 1, "max_lag_versions": 20, "infra_failures_max": 1.1}
 
@@ -163,3 +168,36 @@ def test_nothing_is_quarantined_for_infrastructure_while_the_breaker_is_open(ben
     grant = next(g for g in s.lease(9, first) if g.key == poison.key)
     fail(s, (grant,), first, final=True)
     assert verdicts(bench)[str(poison.key)] == "failed" and refills(bench, poison.key.ordinal) == 1
+
+
+def test_a_task_that_fails_on_every_healthy_worker_is_quarantined_with_its_evidence(bench: Bench) -> None:
+    s = bench.scene(attempts_max=3, groups_per_step=1, max_lag_versions=20, survivors_min=1)
+    s.feed(6)
+    workers = [s.worker(f"healthy-{i}") for i in range(3)]
+    grant = poison = s.lease(1, workers[0])[0]
+    held = {worker: s.lease(2, worker) for worker in workers}
+    for number, worker in enumerate(workers):
+        assert fail(s, (grant,), worker, reason=f"the sandbox of {worker} died") == [SubmitOutcome.ACCEPTED]
+        if number == 0:
+            bench.let_time_pass(1.0)
+            for other, grants in held.items():
+                s.submit(grants, other)
+        if number < 2:
+            grant = next(g for g in s.lease(1, workers[number + 1]) if g.key == poison.key)
+    assert {v for k, v in verdicts(bench).items() if k.startswith("0.")} == {"quarantined"}
+    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 0") == [(0,)], "the prompt is the problem"
+    story = json.dumps(s.ledger.explain(poison.key))
+    assert all(f"the sandbox of {w} died" in story for w in workers) and s.ledger.audit() == []
+
+
+def test_a_task_that_fails_on_one_worker_only_or_on_workers_that_never_succeed_is_not_poison(bench: Bench) -> None:
+    s = bench.scene(attempts_max=3, groups_per_step=1, max_lag_versions=20)
+    s.feed(6)
+    s.submit(s.lease(2))
+    grants = s.lease(1)
+    for _ in range(3):
+        fail(s, grants)
+        grants = s.lease(1)
+    sick = bench.rows("SELECT DISTINCT kind FROM verdict WHERE ordinal = 1")
+    assert set(sick) == {("failed",), ("cancelled",)} or set(sick) == {("failed",)}
+    assert bench.rows("SELECT count(*) FROM prompt_group WHERE refills = 1") == [(1,)], "refilled (R5)"

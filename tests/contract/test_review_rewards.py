@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from failure_support import breaker, fail
 from ledger_support import Scene, trajectory
-from test_ledger_breaker import breaker, fail
 
 from ledger_bench import Bench
 from rollbook.core.errors import NotReady

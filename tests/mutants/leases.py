@@ -264,7 +264,7 @@ def a_stale_end_releases_the_lock_of_another(original: Any) -> Any:
 @mutant("rollbook.rollout.leases", "LeaseNote.left_by")
 def a_crash_waits_for_the_full_timeout(original: Any) -> Any:
     """pg-boss#436: jobs of a crashed process wait until their time is over although its successor knows better."""
-    return lambda self, dead: []
+    return lambda self, dead, *reason: []
 
 
 @mutant("rollbook.ledger.dialects", "Database.now_us")

@@ -18,7 +18,8 @@ from rollbook.core.ports import Generation, GenerationRequest
 from rollbook.core.records import Blame, FinishReason, LeaseGrant, RewardStatus, SandboxStatus, SlotKey, ToolCall, Trajectory
 from rollbook.observe import failpoints
 from rollbook.observe.failpoints import FailpointRaised
-from rollbook.rollout.episodes import Episodes, Finished, RecordedCalls, play
+from rollbook.rollout.episodes import Episodes, Finished, play
+from rollbook.rollout.journal import RecordedCalls
 from rollbook.tasks.tokenizer import load_tokenizer
 from rollbook.tasks.turns import TurnCodec
 from rollout_doubles import SORT_DIGITS, AddingLanguage, LastingCalls

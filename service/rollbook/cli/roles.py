@@ -127,7 +127,7 @@ def _give_back(config: Config, index: int) -> None:
     from rollbook.rollout.leases import LeaseNote
 
     note = LeaseNote(Path(config.run.dir) / "spool" / f"worker-{index}" / "leases.json", config.run.id)
-    if held := note.left_by(incarnation()):
+    if held := note.left_by(incarnation(), "its worker had no time left"):
         with client_for(config, retry_s=1.0) as client:
             client.report_failures(held)
         log.warning("leases given back", extra={"event": "leases_given_back", "slots": len(held)})

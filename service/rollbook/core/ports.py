@@ -217,6 +217,7 @@ class LedgerPort(Protocol):
         ``rates``: {samples_per_s, tokens_per_s} over the last minute; ``last_step``: newest entry of ``step_metrics`` or None;
         ``draining``: bool; ``failed_attempts``: [{status, sandbox_status, blame, n}]; ``breaker``: {state: open or closed,
         since_s, ratio and window of the newest outcomes in this state, and while it is open failed, outcomes, last};
+        ``quarantines``: [{ordinal, at_s, reason}] of the newest groups taken out, newest first;
         ``members``: {usable, policy_failed, infra_failed} of the planned groups; ``retention``: {enabled, rounds,
         low_watermark, replayable_from, groups, slots, events} of what was let go; all other counts go on counting it;
         ``database``: {oldest_xmin_age, dead_tuples} on PostgreSQL; ``writer``: {commits, operations, waiting, conflicts}.

@@ -1,17 +1,19 @@
-"""Invariants of failures: a row per attempt that was dropped, blame where something failed, a breaker that is obeyed.
+"""Invariants of failures: a row per attempt that was dropped, blame where something failed, a breaker that is obeyed, poison.
 
-Owns the checks of failures and of the circuit breaker. Never repairs anything. What came first is told by the ``seq`` of events:
-clocks may have been set.
+Owns the checks of failures, of the circuit breaker and of tasks that were taken out as the cause. Never repairs anything. What
+came first is told by the ``seq`` of events: clocks may have been set.
 """
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from rollbook.core.records import VerdictKind
+from rollbook.core.records import RewardStatus, SlotKey, VerdictKind
 from rollbook.ledger import schema as t
 from rollbook.ledger.breaker import CLOSED, OPENED
 from rollbook.ledger.checks import Subject, check, same_slot, slot_ids
@@ -46,6 +48,34 @@ def _failure_rows(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
     )
     if rows:
         yield "failed slots without a row of a failed attempt", slot_ids(rows)
+
+
+@check("poison", "P9", "What was taken out as the cause failed on every worker it names; on those it killed, no other task did.")
+def _poison(s: Subject) -> Iterator[tuple[str, Sequence[str]]]:
+    e, f = t.event.c, t.failure.c
+    closed = s.rows(
+        sa.select(e.ordinal, e.detail_json)
+        .where(s.here(t.event), e.kind == "group_closed", e.detail_json.contains('"killed":'))
+        .order_by(e.seq)
+    )
+    unfounded, shared = [], []
+    for ordinal, detail_json in closed:
+        said = json.loads(detail_json)
+        key, workers, killed = SlotKey.parse(said["slot"]), set(said["workers"]), set(said["killed"])
+        on_it = sa.select(f.incarnation).where(s.here(t.failure), f.ordinal == key.ordinal, f.sibling == key.sibling)
+        if key.ordinal != ordinal or len(workers) < 2 or not killed <= workers <= {row.incarnation for row in s.rows(on_it)}:
+            unfounded.append(key)
+        others = sa.select(f.ordinal, f.sibling, f.incarnation).where(
+            s.here(t.failure), f.ordinal != ordinal, f.incarnation.in_(killed), f.status == RewardStatus.NO_VERDICT.value
+        )
+        there: dict[tuple[int, int], set[str]] = defaultdict(set)
+        for row in s.rows(others) if killed else ():
+            there[row.ordinal, row.sibling].add(row.incarnation)
+        shared += [SlotKey(*other) for other, dead in there.items() if dead >= killed]
+    if unfounded:
+        yield "slots taken out as the cause without a failure on each of the workers named", slot_ids(unfounded)
+    if shared:
+        yield "slots whose worker died each time that a task taken out for it killed one", slot_ids(shared)
 
 
 @check("breaker", "P6", "The breaker opens and closes in turn; open, nothing is planned and slots are leased one at a time.")

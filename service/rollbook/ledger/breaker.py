@@ -53,6 +53,16 @@ class BreakerState:
 
 
 @dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How an attempt ended."""
+
+    at_us: int
+    ordinal: int
+    failed: str
+    """Why it failed, where it counts; empty for what counts as good."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Probe:
     """A slot leased while the breaker was open."""
 
@@ -90,11 +100,11 @@ class Breaker(Feeding):
         row = rows[0]
         return BreakerState(row.kind == OPENED, row.at_us, json.loads(row.detail_json), row.seq)
 
-    def _outcomes(self, conn: sa.Connection, since_us: int, n: int) -> list[tuple[int, str]]:
-        """The newest ``n`` outcomes after ``since_us``, newest first: (when, reason of a failure that counts or "")."""
+    def _outcomes(self, conn: sa.Connection, since_us: int, n: int) -> list[_Outcome]:
+        """The newest ``n`` outcomes after ``since_us``, newest first."""
         run_id, f, s = self.run.run_id, t.failure.c, t.sample.c
         failed = conn.execute(
-            sa.select(f.reported_at_us, f.reason)
+            sa.select(f.reported_at_us, f.ordinal, f.reason)
             .where(f.run_id == run_id, f.reported_at_us > since_us, _counted(f.status, f.blame))
             .order_by(f.reported_at_us.desc())
             .limit(n)
@@ -102,14 +112,14 @@ class Breaker(Feeding):
         # Samples come in nearly rising order of ordinal, so the newest ones stand at most a window before the watermark.
         low = max(0, self._watermark - math.ceil(n / self.rules.group_size) - self.rules.groups_per_step)
         given = conn.execute(
-            sa.select(s.accepted_at_us, s.reward_status, s.blame)
+            sa.select(s.accepted_at_us, s.ordinal, s.reward_status, s.blame)
             .where(s.run_id == run_id, s.ordinal >= low, s.accepted_at_us > since_us)
             .order_by(s.accepted_at_us.desc())
             .limit(n)
         )
-        merged = [(at, reason or "failed") for at, reason in failed]
-        merged += [(at, status if counts(status, blame) else "") for at, status, blame in given]
-        return sorted(merged, key=lambda outcome: outcome[0], reverse=True)[:n]
+        merged = [_Outcome(at, ordinal, reason or "failed") for at, ordinal, reason in failed]
+        merged += [_Outcome(at, ordinal, status if counts(status, blame) else "") for at, ordinal, status, blame in given]
+        return sorted(merged, key=lambda outcome: outcome.at_us, reverse=True)[:n]
 
     def _window(self) -> tuple[int, float]:
         """How many outcomes are looked at, and how many of them open the breaker.
@@ -129,27 +139,13 @@ class Breaker(Feeding):
             return
         window, threshold = self._window()
         outcomes = self._outcomes(txn.conn, state.since_us, window)
-        failed = [reason for _, reason in outcomes if reason]
-        if len(failed) < threshold or (window < rules.infra_window and not self._is_on_several(txn.conn, outcomes[-1][0])):
+        failed = [outcome for outcome in outcomes if outcome.failed]
+        # Where few slots are in flight one group can fill their window; that is its task's failure, and ends or pauses with it.
+        if len(failed) < threshold or (window < rules.infra_window and len({outcome.ordinal for outcome in failed}) < 2):
             return
-        self._event(txn, OPENED, failed=len(failed), outcomes=len(outcomes), last=failed[0][:500])
-        self._give_back(txn, outcomes[-1][0])
+        self._event(txn, OPENED, failed=len(failed), outcomes=len(outcomes), last=failed[0].failed[:500])
+        self._give_back(txn, outcomes[-1].at_us)
         txn.rings |= {"lease", "plan"}
-
-    def _is_on_several(self, conn: sa.Connection, since_us: int) -> bool:
-        """Whether more than one group has failed since then.
-
-        Where few slots are in flight a single one can fill their window; that is its task's failure, and ends or pauses with it.
-        """
-        f, s = t.failure.c, t.sample.c
-        failed = sa.select(f.ordinal).where(
-            f.run_id == self.run.run_id, f.reported_at_us >= since_us, _counted(f.status, f.blame)
-        )
-        unjudged = sa.select(s.ordinal).where(
-            s.run_id == self.run.run_id, s.ordinal >= self._watermark, s.accepted_at_us >= since_us,
-            _counted(s.reward_status, s.blame),
-        )  # fmt: skip
-        return len(conn.execute(sa.union(failed, unjudged).limit(2)).all()) > 1
 
     def _give_back(self, txn: Txn, since_us: int) -> None:
         """Attempts that the outage has cost before it was seen as one.

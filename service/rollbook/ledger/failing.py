@@ -27,21 +27,19 @@ from rollbook.core.records import (
 )
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import storable
-from rollbook.ledger.breaker import SILENT, Breaker, is_silent, silent_failure
+from rollbook.ledger.breaker import SILENT, is_silent, silent_failure
+from rollbook.ledger.poison import Poison
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
 REPORTS_MAX = 4096
-ALIVE_TTLS = 2
-"""A worker is alive that was heard of within so many lease TTLs."""
 OUTAGES_MAX = 16
 """Groups of one prompt that outages may close; more than one of ``breaker_pause_s`` can."""
-_TASK_FAILS = (RewardStatus.INFRA_ERROR.value, RewardStatus.VERIFIER_ERROR.value, RewardStatus.TIMEOUT.value)
 NOT_THE_PROMPT = {VerdictKind.DROPPED_STALE.value, VerdictKind.ORPHAN_VERSION.value}
 """Verdicts of groups that were dropped for their version: the prompt has not failed."""
 
 
-class Failing(Breaker):
+class Failing(Poison):
     """Verbs and rules about slots that end without being trained."""
 
     def report_failures(self, failures: Sequence[FailureReport]) -> list[SubmitResult]:
@@ -152,45 +150,24 @@ class Failing(Breaker):
             reason = f"{row.attempt} attempts without a sample; last: {why}"
             self._give_verdicts(txn, {SlotKey(row.ordinal, row.sibling): (kind, reason)})
             if poisonous:
-                workers = ", ".join(sorted({f.incarnation[:12] for f in told}))
-                group, _, _ = self._group_counts(txn.conn, row.ordinal)
-                self._close_group(txn, group, kind, f"slot {row.ordinal}.{row.sibling} failed on workers {workers}: {why}",
-                                  refill=False)  # fmt: skip
+                self._take_out(txn, SlotKey(row.ordinal, row.sibling), told, why)
                 closed.add(row.ordinal)
         self._settle_groups(txn, sorted({row.ordinal for row in rows} - closed))
+
+    def _take_out(self, txn: Txn, key: SlotKey, told: Sequence[Any], why: str) -> None:
+        """Quarantine the group of a slot whose task is poison. Nothing is refilled: the feeder issues another prompt."""
+        workers, killed = sorted({f.incarnation for f in told}), sorted(self._died_over(txn.conn, told))
+        did, named = "killed" if killed == workers else "failed on", ", ".join(incarnation[:12] for incarnation in workers)
+        group, _, _ = self._group_counts(txn.conn, key.ordinal)
+        self._close_group(
+            txn, group, VerdictKind.QUARANTINED, f"slot {key} {did} workers {named}: {why}", refill=False,
+            cause={"slot": str(key), "workers": workers, "killed": killed},
+        )  # fmt: skip
 
     def _failures_of(self, conn: sa.Connection, ordinal: int, sibling: int) -> list[Any]:
         f = t.failure.c
         where = (f.run_id == self.run.run_id, f.ordinal == ordinal, f.sibling == sibling)
         return list(conn.execute(sa.select(t.failure).where(*where).order_by(f.lease_token)))
-
-    def _is_poison(self, conn: sa.Connection, now_us: int, ordinal: int, failures: Sequence[Any]) -> bool:
-        """Infrastructure failed on this task wherever it was tried, and on nothing else there (R14).
-
-        Counted are workers, whatever their incarnation, that have brought samples of other groups since: as many as a slot has
-        attempts or, where fewer live, all of these, but two at least, since one alone cannot tell a poisonous task from a sick
-        worker. While the breaker is open every task fails, so none is to blame.
-        """
-        failed = [f for f in failures if f.status in _TASK_FAILS and f.blame == Blame.INFRA.value]
-        if len({f.incarnation for f in failed}) < 2 or self._breaker(conn).is_open:
-            return False
-        s, w = t.sample.c, t.worker.c
-        since_us = min(f.reported_at_us for f in failed)
-        well = conn.execute(
-            sa.select(s.incarnation).distinct().where(
-                s.run_id == self.run.run_id, s.ordinal >= self._watermark, s.ordinal != ordinal, s.accepted_at_us > since_us
-            )
-        ).scalars().all()  # fmt: skip
-        alive_us = now_us - int(ALIVE_TTLS * self.rules.lease_ttl_s * 1e6)
-        names, alive = {}, set()
-        asked = {*well, *(f.incarnation for f in failed)}
-        here = (w.run_id == self.run.run_id, sa.or_(w.incarnation.in_(asked), w.seen_at_us >= alive_us))
-        for row in conn.execute(sa.select(w.incarnation, w.host, w.labels_json, w.seen_at_us).where(*here)):
-            names[row.incarnation] = _name_of(row)
-            alive |= {_name_of(row)} if row.seen_at_us >= alive_us else set()
-        healthy = {names[incarnation] for incarnation in well if incarnation in names}
-        convinced = healthy & {names[f.incarnation] for f in failed if f.incarnation in names}
-        return len(convinced) > 1 and (len(convinced) >= self.rules.attempts_max or alive & healthy <= convinced)
 
     def _give_verdicts(self, txn: Txn, verdicts: Mapping[SlotKey, tuple[VerdictKind, str]]) -> None:
         """Insert verdicts; length and duration of an existing sample go along, so that drop bias can be counted."""
@@ -283,8 +260,9 @@ class Failing(Breaker):
         return n_failed, n_outages
 
     def _close_group(
-        self, txn: Txn, group: Any, kind: VerdictKind, reason: str, *, refill: bool, outage: bool = False
-    ) -> None:
+        self, txn: Txn, group: Any, kind: VerdictKind, reason: str, *, refill: bool, outage: bool = False,
+        cause: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Verdict for every slot that has none, and the refill, in the caller's transaction."""
         v = t.verdict.c
         have = set(
@@ -294,7 +272,7 @@ class Failing(Breaker):
         if missing:  # none where all slots were spent in one transaction
             self._give_verdicts(txn, {key: (kind, reason) for key in missing})
         why: dict[str, Any] = {"verdict": kind.value, "reason": reason, "refilled": refill} | ({"outage": True} if outage else {})
-        self._event(txn, "group_closed", SlotKey(group.ordinal, -1), **why)
+        self._event(txn, "group_closed", SlotKey(group.ordinal, -1), **why, **(cause or {}))
         if refill:
             failpoint("ledger.verdict.before_refill")
             ordinal = self._next_ordinal(txn.conn, self.run.run_id)
@@ -372,16 +350,6 @@ class Failing(Breaker):
         query = sa.select(g.ordinal).where(g.run_id == run_id, g.ordinal >= start, ~planned, judged < g.n_siblings)
         found = conn.execute(query.order_by(g.ordinal).limit(1)).scalar_one_or_none()
         return self._next_ordinal(conn, run_id) if found is None else found
-
-
-def _name_of(worker: Any) -> tuple[str, str]:
-    """What stays of a worker when it starts again; its incarnation where it has no name."""
-    try:
-        labels = json.loads(worker.labels_json)
-    except ValueError:
-        labels = {}
-    name = labels.get("name") if isinstance(labels, dict) else None
-    return worker.host, str(name or worker.incarnation)
 
 
 _L = t.lease.c

@@ -20,6 +20,7 @@ from rollbook.core.records import LeaseGrant, LeaseReply, PolicyVersion, SlotKey
 from rollbook.core.staleness import fixed_step_of, fixed_version, head_lag, may_open_groups
 from rollbook.ledger import schema as t
 from rollbook.ledger.desk import NOTHING, Answer, Desk, LeaseCall
+from rollbook.ledger.poison import Offer
 from rollbook.ledger.presence import Presence
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
@@ -105,21 +106,40 @@ class Leasing(Presence):
             wanted = None  # a fork's plans are trained again first; now all would be too stale
         if wanted is None:
             return 0
-        answers.update({call: LeaseReply((), wanted, 0.0) for call in asking if not _holds(call.loaded, wanted)})
+        answers.update({call: LeaseReply((), wanted, 0.0) for call in asking if not _has_loaded(call.loaded, wanted)})
         ready = [call for call in asking if call not in answers]
         breaker = self._breaker(conn)
         n_slots = min(LEASE_SLOTS_MAX, sum(call.n_max for call in ready[:GRANTS_MAX]))
         room = self._probe_room(txn, breaker, n_slots) if ready else 0
-        chosen = self._choose(txn, free, frontier, wanted, room, breaker.is_open) if room else []
+        if not room:
+            return 0
+        again, suspects = self._retries(conn, free, wanted)
+        chosen, worn = self._choose(txn, again, frontier, wanted, room, breaker.is_open)
         n_granted = 0
-        for call in ready[:GRANTS_MAX]:
-            if chosen and call not in answers:
+        for call in ready:
+            if call in answers:
+                continue
+            if suspects and room > 0 and self._may_try_alone(conn, call.incarnation, bool(chosen)):
+                share, suspects = suspects[:1], suspects[1:]
+            else:
                 share, chosen = chosen[: call.n_max], chosen[call.n_max :]
-                answers[call] = reply = self._grant(txn, call.incarnation, wanted, share, call.request_id)
-                n_granted += 1
-                # A repetition of the call stands in the same line.
-                answers.update({other: reply for other in ready if call.request_id and _same(other, call)})
+            if share:
+                self._answer(txn, wanted, share, call, ready, answers)
+                n_granted, room = n_granted + 1, room - len(share)
+            if n_granted >= GRANTS_MAX or not (chosen or suspects):
+                break
+        if worn and not n_granted:
+            self._answer(txn, wanted, worn[: ready[0].n_max], ready[0], ready, answers)
+            n_granted = 1
         return n_granted
+
+    def _answer(
+        self, txn: Txn, wanted: PolicyVersion, share: list[Offer], call: LeaseCall, ready: Sequence[LeaseCall],
+        answers: dict[LeaseCall, Answer],
+    ) -> None:  # fmt: skip
+        answers[call] = reply = self._grant(txn, call.incarnation, wanted, share, call.request_id)
+        # A repetition of the call stands in the same line.
+        answers.update({other: reply for other in ready if call.request_id and _same(other, call)})
 
     def _can_probe(self, txn: Txn) -> bool:
         """Whether a slot is held that may close an open breaker, or can be leased for it."""
@@ -128,7 +148,10 @@ class Leasing(Presence):
             return True
         free, frontier = self._free_leases(txn), self._frontier(txn.conn)
         wanted = self._wanted_fixed(txn.conn, free, frontier) if self._is_fixed else self._head(txn.conn)
-        return wanted is not None and bool(self._choose(txn, free, frontier, wanted, 1, True))
+        if wanted is None:
+            return False
+        again, suspects = self._retries(txn.conn, free, wanted)
+        return bool(suspects or any(self._choose(txn, again, frontier, wanted, 1, True)))
 
     def _check_loaded(self, conn: sa.Connection, loaded: PolicyVersion | None) -> None:
         if loaded is None:
@@ -170,40 +193,46 @@ class Leasing(Presence):
             return None
         return self._version(conn, self._newest_lineage(), fixed_version(step, rules.fixed_lag_versions))
 
+    def _admits(self, ordinal: int, wanted: PolicyVersion) -> bool:
+        """Whether a group's slots are sampled under this version; in the bounded schedule those of every group are."""
+        step = fixed_step_of(ordinal, self.rules.groups_per_step)
+        inside = self.rules.steps <= 0 or step <= self.rules.steps
+        return not self._is_fixed or (inside and fixed_version(step, self.rules.fixed_lag_versions) == wanted.version)
+
+    def _retries(self, conn: sa.Connection, free: Sequence[Any], wanted: PolicyVersion) -> tuple[list[Offer], list[Offer]]:
+        """Slots that were opened before and may be leased again: those for anybody, and the suspects.
+
+        A suspect is leased alone, to a worker that holds nothing: at once where that has proven itself, else last (``poison``).
+        """
+        admitted = [row for row in free if self._admits(row.ordinal, wanted)]
+        return self._set_apart(conn, [(SlotKey(r.ordinal, r.sibling), r.token + 1, r.attempt + 1, False) for r in admitted])
+
     def _choose(
-        self, txn: Txn, free: Sequence[Any], frontier: SlotKey, wanted: PolicyVersion, n_max: int, probing: bool
-    ) -> list[tuple[SlotKey, int, int, bool]]:
-        """(slot, token, attempt, is new) of what is granted: retries and opened groups always, new groups as the law allows.
+        self, txn: Txn, again: list[Offer], frontier: SlotKey, wanted: PolicyVersion, n_max: int, probing: bool
+    ) -> tuple[list[Offer], list[Offer]]:
+        """What is granted, and what when nothing else is left: retries and opened groups always, new groups as the law allows.
 
         While the breaker is open (``probing``) the least tried slot comes first. In the bounded schedule, slots whose probes
         cost an attempt come when nothing else is left, the most tried first: once its group is closed, another may be opened.
         """
-        rules = self.rules
-
-        def admissible(ordinal: int) -> bool:
-            step = fixed_step_of(ordinal, rules.groups_per_step)
-            inside = rules.steps <= 0 or step <= rules.steps
-            return not self._is_fixed or (inside and fixed_version(step, rules.fixed_lag_versions) == wanted.version)
-
-        again = [(SlotKey(r.ordinal, r.sibling), r.token + 1, r.attempt + 1, False) for r in free if admissible(r.ordinal)]
-        worn: list[tuple[SlotKey, int, int, bool]] = []
+        worn: list[Offer] = []
         if probing:
-            again.sort(key=lambda slot: slot[1])
-            worn = [slot for slot in again if slot[1] >= rules.attempts_max]
+            again = sorted(again, key=lambda slot: slot[1])
+            worn = [slot for slot in again if slot[1] >= self.rules.attempts_max]
             again = again[: len(again) - len(worn)]
         chosen = again[:n_max]
         left = n_max - len(chosen)
         if left <= 0:
-            return chosen
+            return chosen, []
         may_open = sys.maxsize if self._is_fixed else self._may_open(txn.conn, frontier)
         opened: set[int] = set()
         for row in txn.conn.execute(_NEW_SLOTS, {"run_id": self.run.run_id, **_after(frontier), "n": left}):
             if row.ordinal != frontier.ordinal:
                 opened.add(row.ordinal)
-            if len(opened) > may_open or not admissible(row.ordinal):
+            if len(opened) > may_open or not self._admits(row.ordinal, wanted):
                 break
             chosen.append((SlotKey(row.ordinal, row.sibling), 1, 1, True))
-        return chosen or (worn if self._is_fixed else worn[::-1])[:n_max]
+        return chosen, [] if chosen else (worn if self._is_fixed else worn[::-1])[:n_max]
 
     def _may_open(self, conn: sa.Connection, frontier: SlotKey) -> int:
         """Groups that may be opened now: capacity R3, and no more than the remaining steps can train."""
@@ -246,7 +275,7 @@ class Leasing(Presence):
         txn: Txn,
         incarnation: str,
         version: PolicyVersion,
-        granted: Sequence[tuple[SlotKey, int, int, bool]],
+        granted: Sequence[Offer],
         request_id: str,
     ) -> LeaseReply:
         run_id, ttl_us = self.run.run_id, int(self.rules.lease_ttl_s * 1_000_000)
@@ -295,16 +324,9 @@ class Leasing(Presence):
         }
         return tuple(
             LeaseGrant(
-                key=k,
-                token=token,
-                attempt=attempt,
-                ttl_s=self.rules.lease_ttl_s,
-                seed=seeds[k],
-                prompt_ids=groups[k.ordinal].prompt_ids,
-                task_json=groups[k.ordinal].task_json,
-                lineage=version.lineage,
-                version=version.version,
-                version_digest=version.digest,
+                key=k, token=token, attempt=attempt, ttl_s=self.rules.lease_ttl_s, seed=seeds[k],
+                prompt_ids=groups[k.ordinal].prompt_ids, task_json=groups[k.ordinal].task_json,
+                lineage=version.lineage, version=version.version, version_digest=version.digest,
             )  # fmt: skip
             for k, token, attempt in entries
         )
@@ -345,7 +367,7 @@ class Leasing(Presence):
         return LeaseReply(self._grants(conn, [(SlotKey(r[0], r[1]), r[2], r[3]) for r in rows], version), None, 0.0)
 
 
-def _holds(loaded: PolicyVersion | None, wanted: PolicyVersion) -> bool:
+def _has_loaded(loaded: PolicyVersion | None, wanted: PolicyVersion) -> bool:
     """Whether a worker has loaded what it is to sample from, by its digest (P11)."""
     names = (wanted.lineage, wanted.version, wanted.digest)
     return loaded is not None and (loaded.lineage, loaded.version, loaded.digest) == names

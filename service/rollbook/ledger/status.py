@@ -77,6 +77,7 @@ class Status(Tools):
                 "draining": self._draining,
                 "paused": self._pause_reason(conn, steps["planned"] + 1),
                 "failed_attempts": self._failed_attempts(conn, totals.get("failures", []), kept),
+                "quarantines": self._quarantines(conn),
                 "breaker": self._breaker_shown(conn, now_us),
                 "database": self._database.condition(conn),
                 "members": sum_by_name(totals.get("members", {}), self._members(conn, lineage, *_kept(t.plan_item, kept))),
@@ -193,7 +194,7 @@ class Status(Tools):
         state = self._breaker(conn)
         since = round((now_us - state.since_us) / 1e6, 3) if state.since_us else None
         outcomes = self._outcomes(conn, state.since_us, self._window()[0])
-        ratio = round(sum(bool(reason) for _, reason in outcomes) / len(outcomes), 4) if outcomes else 0.0
+        ratio = round(sum(bool(outcome.failed) for outcome in outcomes) / len(outcomes), 4) if outcomes else 0.0
         shown = {"state": "open" if state.is_open else "closed", "since_s": since, "ratio": ratio, "window": len(outcomes)}
         return shown | (state.detail if state.is_open else {})
 

@@ -18,7 +18,8 @@ from rollbook.core.packing import pack_i32
 from rollbook.core.ports import Engine, LedgerPort, SamplingSettings
 from rollbook.core.records import LeaseGrant, PolicyVersion, SlotKey
 from rollbook.rollout.engines import make_engine
-from rollbook.rollout.episodes import Episodes, Generate, Journal, Judge, RecordedCalls, play
+from rollbook.rollout.episodes import Episodes, Generate, Judge, play
+from rollbook.rollout.journal import Journal, RecordedCalls
 from rollbook.rollout.judges import open_judge
 from rollbook.rollout.probe import load_verified
 from rollbook.tasks.prompts import make_encoder, prompt_of

@@ -68,6 +68,7 @@ def status_lines(state: dict, config: Config) -> list[str]:
         "verdicts  " + (_counts(state["verdicts"]) or "none"),
         "failures  " + (_counts(state["failures"]) or "none"),
     ]
+    lines += [f"quarantined  group {taken['ordinal']}: {taken['reason']}" for taken in state.get("quarantines", ())]
     if (gone := state.get("retention", {})).get("groups"):
         lines.append(
             f"retention  {gone['groups']} groups let go  low watermark {gone['low_watermark']}  replayable from step "

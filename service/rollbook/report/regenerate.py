@@ -14,7 +14,8 @@ from rollbook.core.ports import Engine, LedgerPort, SamplingSettings
 from rollbook.core.records import LeaseGrant, SampleData, SlotKey
 from rollbook.report.evaluate import episodes_of, evaluation_worker, load_published
 from rollbook.rollout.engines import make_engine
-from rollbook.rollout.episodes import Finished, RecordedCalls, play
+from rollbook.rollout.episodes import Finished, play
+from rollbook.rollout.journal import RecordedCalls
 from rollbook.rollout.judges import open_judge
 from rollbook.tasks.turns import make_codec
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from rollbook.core.errors import Conflict, Fenced, VerifierError
 from rollbook.core.host import host
 from rollbook.core.idempotency import digest, turn_seed
 from rollbook.core.packing import pack_f32, pack_i32, unpack_i32
-from rollbook.core.ports import Generation, GenerationRequest, LedgerPort
+from rollbook.core.ports import Generation, GenerationRequest
 from rollbook.core.records import (
     Blame,
     FinishReason,
@@ -35,7 +34,7 @@ from rollbook.core.records import (
     Trajectory,
 )
 from rollbook.observe.failpoints import failpoint
-from rollbook.rollout.delivery import repeat_call
+from rollbook.rollout.journal import Journal, reply_from_json, reply_to_json
 from rollbook.tasks.turns import TurnCodec
 
 log = logging.getLogger(__name__)
@@ -63,18 +62,6 @@ class Judge(Protocol):
     def render(self, reply: ToolReply) -> str: ...
 
     def close(self) -> None: ...
-
-
-class Journal(Protocol):
-    """Where calls of tools are recorded."""
-
-    def calls(self, grant: LeaseGrant) -> list[ToolCall]:
-        """What is recorded of the slot, in order."""
-        ...
-
-    def record(self, call: ToolCall, grant: LeaseGrant) -> ToolCall:
-        """Record the call, or its answer; returns what is stored. Raises Conflict (another request), Fenced."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,17 +379,6 @@ def _unjudged(error: VerifierError) -> RewardResult:
     return RewardResult(None, RewardStatus.VERIFIER_ERROR, str(error), blame=Blame.UNCLEAR)
 
 
-def reply_to_json(reply: ToolReply) -> str:
-    """What is recorded of a tool's answer."""
-    return json.dumps({"text": reply.text, "sandbox_status": reply.sandbox_status.value}, sort_keys=True)
-
-
-def reply_from_json(text: str) -> ToolReply:
-    """The answer as it was recorded."""
-    content = json.loads(text)
-    return ToolReply(content["text"], SandboxStatus(content["sandbox_status"]))
-
-
 def play(episodes: Episodes, grants: Sequence[LeaseGrant]) -> list[Finished]:
     """Play these slots to their ends, in their order; for looking at a policy, not for samples."""
     episodes.add(grants)
@@ -410,42 +386,3 @@ def play(episodes: Episodes, grants: Sequence[LeaseGrant]) -> list[Finished]:
     while len(episodes):
         finished |= {f.grant.key: f for f in episodes.advance()}
     return [finished[grant.key] for grant in grants]
-
-
-class RecordedCalls:
-    """A journal that nothing is written to: calls that are recorded have their answers, others are kept in memory.
-
-    ``closed``: another call than the recorded ones is a Conflict instead of being run.
-    """
-
-    def __init__(self, recorded: Iterable[ToolCall] = (), closed: bool = False) -> None:
-        self._calls: dict[tuple[SlotKey, int], ToolCall] = {(c.key, c.call_index): c for c in recorded}
-        self._closed = closed
-
-    def calls(self, grant: LeaseGrant) -> list[ToolCall]:
-        """None: an episode is played from its beginning."""
-        return []
-
-    def record(self, call: ToolCall, grant: LeaseGrant) -> ToolCall:
-        """The recorded call, else ``call``. Raises Conflict (another request was recorded, or none where closed)."""
-        stored = self._calls.get((call.key, call.call_index))
-        if stored is not None and stored.request_digest != call.request_digest:
-            raise Conflict(f"call {call.call_index} of slot {call.key} was recorded with another request: {stored.request_json}")
-        if self._closed and (stored is None or stored.response_json is None):
-            raise Conflict(f"call {call.call_index} of slot {call.key} has no recorded answer")
-        if stored is None or stored.response_json is None:
-            self._calls[call.key, call.call_index] = stored = call
-        return stored
-
-
-class LedgerJournal:
-    """The ledger as a worker writes to it: every call repeated with its key until it is answered."""
-
-    def __init__(self, client: LedgerPort, stop: threading.Event) -> None:
-        self._client, self._stop = client, stop
-
-    def calls(self, grant: LeaseGrant) -> list[ToolCall]:
-        return repeat_call(lambda: self._client.tool_calls(grant.key), self._stop)
-
-    def record(self, call: ToolCall, grant: LeaseGrant) -> ToolCall:
-        return repeat_call(lambda: self._client.record_tool_call(call, grant.token), self._stop)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rollbook.core.host import host
 from rollbook.core.records import Blame, FailureReport, LeaseGrant, RewardStatus, SlotKey
+from rollbook.core.statuses import WORKER_DIED
 from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class LeaseNote:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
-    def left_by(self, dead: str) -> list[FailureReport]:
+    def left_by(self, dead: str, reason: str = WORKER_DIED) -> list[FailureReport]:
         """Reports that free what the incarnation ``dead`` held when it ended; empty when the note is not its own."""
         if not dead or not self._path.is_file():
             return []
@@ -56,6 +57,5 @@ class LeaseNote:
         except (ValueError, KeyError, TypeError) as error:
             log.warning("lease note unreadable, its slots expire", extra={"event": "note_unreadable", "reason": str(error)})
             return []
-        reason = "its worker process died"
         # No verdict, as after an expiry: a killed worker says nothing about sandboxes or rewards.
         return [FailureReport(key, token, dead, RewardStatus.NO_VERDICT, Blame.INFRA, reason) for key, token in held]

@@ -32,12 +32,14 @@ from rollbook.core.records import (
     ScheduleKind,
     Submission,
 )
+from rollbook.core.statuses import ENGINE_FAILED
 from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.delivery import Delivery, repeat_call
 from rollbook.rollout.engines import make_engine
-from rollbook.rollout.episodes import Episodes, Finished, Judge, LedgerJournal
+from rollbook.rollout.episodes import Episodes, Finished, Judge
 from rollbook.rollout.heartbeat import Heartbeat
+from rollbook.rollout.journal import LedgerJournal
 from rollbook.rollout.judges import open_judge
 from rollbook.rollout.leases import LeaseNote
 from rollbook.rollout.model_files import prompt_error, read_model_files
@@ -300,7 +302,7 @@ class _Worker:
             return self.engine.generate(requests, self.sampling)
         except Exception as error:
             # The process ends with this error; the slots are freed at once instead of after their TTL.
-            reason = f"engine: {type(error).__name__}: {error}"[:500]
+            reason = f"{ENGINE_FAILED}{type(error).__name__}: {error}"[:500]
             asked = {request.key for request in requests}
             mine = [grant for grant in self.in_hand if grant.key in asked]
             self.delivery.report([self._failure(g, RewardStatus.NO_VERDICT, Blame.INFRA, reason) for g in mine])

@@ -18,7 +18,8 @@ from rollbook.core.environments import Episode, RewardResult, ToolReply, ToolReq
 from rollbook.core.errors import VerifierError
 from rollbook.core.records import Blame, RewardStatus, SandboxStatus
 from rollbook.tasks import wire
-from rollbook.tasks.child_pool import Convert, NoAnswer, Pool, Question, Why
+from rollbook.tasks.child_pool import Pool
+from rollbook.tasks.child_questions import Convert, NoAnswer, Question, Why
 
 TEXT_S = 30.0
 """Longest parse or render."""

@@ -21,13 +21,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
 from rollbook.core.errors import ConfigError, RestartBudgetSpent, RollbookError
 from rollbook.core.host import host
 from rollbook.tasks.child_process import ChildProcess, killed_by_others
+from rollbook.tasks.child_questions import NoAnswer, Question, Why
 from rollbook.tasks.wire import TEXT_CHARACTERS_MAX, text_in
 
 log = logging.getLogger(__name__)
@@ -47,52 +47,6 @@ _FINISH_S = 2.0
 _JOIN_S = 60.0
 _TICK_S = 1.0
 _TOLD_CHARACTERS = 200
-
-
-class Why(Enum):
-    """Why a question has no answer."""
-
-    RAISED = auto()
-    TIMEOUT = auto()
-    DIED = auto()
-    """Its process died of it: nothing else was asked there."""
-    INFRA = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class NoAnswer:
-    """A question's end without an answer."""
-
-    why: Why
-    reason: str
-
-
-Convert = Callable[[Any], Any]
-
-
-@dataclass(slots=True, eq=False)
-class Question:
-    """Something to be asked."""
-
-    message: dict[str, Any]
-    limit_s: float
-    convert: Convert
-    """From an answer or a NoAnswer to what the future gives."""
-    again: Callable[[Any], bool] = lambda answer: False
-    """Whether an answer is infrastructure's failure, so that the question is worth repeating."""
-    repeatable: bool = True
-    light: bool = False
-    """Asked at once, however many are in flight."""
-    error_stands: bool = False
-    """An exception is its end: a fresh process would cost seconds for each of a broken reward's rollouts."""
-    future: Future[Any] = field(default_factory=lambda: host().future())
-    attempts: int = 0
-    timeouts: int = 0
-    alone: bool = False
-    after: int = 0
-    """Number of the newest process that may not be asked."""
-    not_before: float = 0.0
-    expires: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

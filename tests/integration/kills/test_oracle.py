@@ -69,6 +69,13 @@ DAMAGE = {
     ),
     "a token is too old": (["UPDATE config_revision SET max_lag_versions = 0"], {"lag"}),
     "a deposed learner wrote": (["UPDATE plan SET epoch = epoch + 1 WHERE step = 7"], {"epochs"}),
+    "a task was taken out for nothing": (
+        [
+            "UPDATE event SET kind = 'group_closed', ordinal = 3, detail_json = '{\"killed\": [\"a\", \"b\"], \"slot\": \"3.0\", "
+            "\"workers\": [\"a\", \"b\"]}' WHERE seq = 5"
+        ],
+        {"poison"},
+    ),
     "content was refused": (["UPDATE event SET kind = 'submit_conflict' WHERE seq = 5"], {"submissions"}),
     "a checkpoint is of another history": (["UPDATE checkpoint SET chain_digest = 'x' WHERE step = 8"], {"chain"}),
 }  # fmt: skip
