@@ -231,3 +231,11 @@ def test_the_database_refuses_impossible_rows(bench: Bench, statement: str) -> N
             if bench.url.startswith("sqlite"):
                 conn.exec_driver_sql("PRAGMA foreign_keys = ON")
             conn.execute(sa.text(statement))
+
+
+def test_the_caches_of_all_readers_together_are_no_larger_than_twice_the_writers(tmp_path: Path) -> None:
+    """Each SQLite connection has one, and they filled to 64 MiB each as a run's database grew."""
+    with Ledger(f"sqlite:///{tmp_path}/ledger.sqlite", holder="server") as ledger:
+        with ledger._database.reader.connect() as reader, ledger._database.writer.connect() as writer:
+            reading, writing = (-c.exec_driver_sql("PRAGMA cache_size").scalar() for c in (reader, writer))
+    assert 0 < reading * dialects.READERS_MAX <= 2 * writing <= 128 * 1024

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -9,6 +13,7 @@ from safetensors.torch import save_file
 from rollbook.core.errors import DigestMismatch
 from rollbook.core.weights import open_safetensors, read_safetensors, safetensors_digest, weights_digest
 from rollbook.learner.state import tensors_digest
+from rollbook.rollout.weights import read_weights
 
 TENSORS = {
     "b.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -73,3 +78,46 @@ def test_a_header_that_is_not_json_is_named(file):
     file.write_bytes(b"\x08" + bytes(7) + b"not json")
     with pytest.raises(DigestMismatch, match="unreadable safetensors header"):
         safetensors_digest(file)
+
+
+def test_tensors_are_read_as_they_were_written(file):
+    read = dict(read_weights(file))
+    assert list(read) == sorted(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+
+
+def test_a_tensor_that_is_read_outlives_its_reader_and_cannot_change_the_file(file):
+    before = file.read_bytes()
+    read = dict(read_weights(file))["b.weight"]
+    file.unlink()
+    read.add_(1)
+    assert torch.equal(read, TENSORS["b.weight"] + 1)
+    save_file(TENSORS, file, metadata={"format": "pt"})
+    dict(read_weights(file))["b.weight"].zero_()
+    assert file.read_bytes() == before
+
+
+def test_a_shape_that_its_bytes_do_not_fill_and_an_unknown_dtype_are_named(tmp_path):
+    for dtype, shape, said in (("F32", [3], "needs 12 bytes and has 8"), ("F7", [2], "'x' is F7; known are")):
+        header = json.dumps({"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, 8]}}).encode()
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+        with pytest.raises(DigestMismatch, match=said):
+            list(read_weights(tmp_path))
+
+
+def test_reading_versions_again_and_again_takes_no_memory(tmp_path):
+    """The library's own reader keeps 64 bytes of every tensor: 10 MiB here."""
+    save_file({f"t{i}": torch.zeros(16) for i in range(200)}, tmp_path / "model.safetensors")
+
+    def memory() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def read(times: int) -> None:
+        for _ in range(times):
+            assert sum(1 for _ in read_weights(tmp_path)) == 200
+
+    read(100)
+    before = memory()
+    read(800)
+    assert memory() - before < 2 << 20

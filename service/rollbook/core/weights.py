@@ -62,9 +62,10 @@ def weights_digest(items: Iterable[tuple[str, str, Sequence[int], Buffer]]) -> s
     return hasher.hexdigest()
 
 
-@contextmanager
-def open_safetensors(path: str | os.PathLike[str]) -> Iterator[list[StoredTensor]]:
-    """Map a safetensors file and yield its tensors in order of name; their ``data`` ends with the block.
+def map_safetensors(path: str | os.PathLike[str]) -> list[StoredTensor]:
+    """Tensors of a safetensors file in order of name; the file stays mapped as long as anybody has a view of it.
+
+    The mapping is private: whoever writes into a view changes memory of this process alone.
 
     Raises:
         FileNotFoundError: no such file.
@@ -74,15 +75,20 @@ def open_safetensors(path: str | os.PathLike[str]) -> Iterator[list[StoredTensor
         size = os.fstat(file.fileno()).st_size
         if size < _LENGTH.size:
             raise DigestMismatch(f"{os.fspath(path)} has {size} bytes: not a safetensors file, or cut off while written")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as whole:
-            tensors: list[StoredTensor] = []
-            try:
-                for name, dtype, shape, start, end in _layout(whole, os.fspath(path)):
-                    tensors.append(StoredTensor(name, dtype, shape, whole[start:end]))
-                yield tensors
-            finally:
-                for tensor in tensors:
-                    tensor.data.release()
+        whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    layout = _layout(whole, os.fspath(path))
+    return [StoredTensor(name, dtype, shape, whole[start:end]) for name, dtype, shape, start, end in layout]
+
+
+@contextmanager
+def open_safetensors(path: str | os.PathLike[str]) -> Iterator[list[StoredTensor]]:
+    """The tensors of a safetensors file in order of name; their ``data`` ends with the block. Raises: as ``map_safetensors``."""
+    tensors = map_safetensors(path)
+    try:
+        yield tensors
+    finally:
+        for tensor in tensors:
+            tensor.data.release()
 
 
 def _layout(whole: memoryview, path: str) -> list[tuple[str, str, tuple[int, ...], int, int]]:

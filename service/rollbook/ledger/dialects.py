@@ -40,6 +40,7 @@ QUICK_CHECK_BYTES_MAX = 256 * 2**20
 """Above this file size the payload table, whose rows carry their own digests, is left out of the check at open."""
 READERS_MAX = 16
 SQLITE_BUSY_MS = 10_000
+WRITER_CACHE_KIB, READER_CACHE_KIB = 65_536, 8_192
 SQLITE_PASSING = ("locked", "busy", "disk I/O error", "unable to open", "interrupted", "Cannot operate on a closed database")
 """Messages of SQLite errors that concern the storage and not the statement."""
 POSTGRESQL_PASSING = ("08", "53", "57", "58", "40001", "40P01", "55P03", "25P03", "25006")
@@ -404,7 +405,9 @@ def _prepare_sqlite(engine: sa.Engine, begin: str, *, query_only: bool) -> None:
     def connect(dbapi_connection: Any, _record: object) -> None:
         # The driver must not begin transactions itself: its implicit BEGIN is deferred and clashes with SAVEPOINT.
         dbapi_connection.isolation_level = None
-        pragmas = [f"busy_timeout={SQLITE_BUSY_MS}", "foreign_keys=ON", "cache_size=-65536", "temp_store=MEMORY"]
+        # Each connection has a cache of its own; there are several readers, and they have the operating system's as well.
+        cache_kib = READER_CACHE_KIB if query_only else WRITER_CACHE_KIB
+        pragmas = [f"busy_timeout={SQLITE_BUSY_MS}", "foreign_keys=ON", f"cache_size=-{cache_kib}", "temp_store=MEMORY"]
         if query_only:
             pragmas.append("query_only=ON")
         else:
