@@ -46,6 +46,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is not the learner's own: it may not be ended from a thread, however slow the machine."""
     monkeypatch.setattr(gang, "GRACE_S", 300.0)
+    if torch.distributed.is_initialized():  # a vLLM engine that an earlier test had in this process leaves its group behind
+        torch.distributed.destroy_process_group()
     for name in ("ROLLBOOK_INCARNATION", "ROLLBOOK_SUPERSEDES", "ROLLBOOK_FAILPOINTS", "ROLLBOOK_FAILPOINTS_ONCE_DIR"):
         monkeypatch.delenv(name, raising=False)
 
