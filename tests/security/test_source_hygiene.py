@@ -46,7 +46,7 @@ BUILDS_SQL = {
     ("service/rollbook/ledger/migrate.py", "_upgrade"): "the number of a lock, a constant of this file",
     ("migrations/versions/0002_store_what_a_fork_decided.py", "upgrade"): "DDL takes no parameter; constants of this file",
     ("migrations/versions/0003_tell_failures_apart.py", "_rebuild_sample"): "names of the schema's columns; no value at all",
-    ("chaos/oracle.py", "read_ledger"): "the names of the oracle's own list of tables; the run is a parameter",
+    ("chaos/oracle_rows.py", "read_ledger"): "the names of the oracle's own list of tables; the run is a parameter",
     ("chaos/drills/report.py", "timeline"): "no SQL: the labels of a plot",
     ("chaos/postgres_server.py", "create"): "DDL takes no parameter; the drill's own name of a database",
     ("chaos/postgres_server.py", "drop"): "DDL takes no parameter; the drill's own name of a database",

@@ -49,7 +49,7 @@ class Defect:
     """Where such a bug was seen."""
     install: Patch
     needs: tuple[str, ...]
-    """Kinds of faults, or ``tools``, without which it cannot show; they are in every seed that looks for it."""
+    """Kinds of faults, crash windows, or ``tools``, without which it cannot show; they are in every seed that looks for it."""
 
 
 DEFECTS: dict[str, Defect] = {}
@@ -66,7 +66,7 @@ def defect(like: str, *needs: str) -> Callable[[Callable[[], Iterator[None]]], P
     return register
 
 
-@defect("nats-server 7564")
+@defect("nats-server 7564", "ledger.before_commit")
 def acknowledged_before_commit() -> Iterator[None]:
     """Submissions are answered when their rows are written, before they are durable."""
     original = Writer._apply

@@ -89,6 +89,9 @@ UNREACHED = {
     "ledger.expire.after_commit": "nothing expires here: tests/contract/test_ledger_retention.py",
     "ledger.expire.before_drop_commit": "nothing expires here: tests/contract/test_ledger_retention.py",
     "ledger.expire.before_batch_commit": "nothing expires here: tests/contract/test_ledger_retention.py",
+    "learner.rank.after_state": "a simulated learner has one rank: tests/integration/test_learner_ranks.py",
+    "learner.rank.before_sum": "a simulated learner has one rank: tests/integration/test_learner_ranks.py",
+    "learner.rank.after_sum": "a simulated learner has one rank: tests/integration/test_learner_ranks.py",
     "ledger.backup.before_rename": "a command of its own makes backups: tests/contract/test_ledger_backup.py",
     "ledger.restore.before_rename": "a command of its own restores: tests/contract/test_ledger_backup.py",
 }
@@ -110,7 +113,7 @@ STRIKES = (
 
 
 def draw(seed: int, *needs: str) -> Options:
-    """The options of a seed, with the kinds of faults in ``needs`` among its own, and tools where it names these."""
+    """The options of a seed, with the faults, the crash windows (late in the run), tools and standbys that ``needs`` names."""
     rng = random.Random(f"options.{seed}")
     o = Options(seed=seed)
     o.schedule = rng.choice(("bounded", "fixed"))
@@ -142,7 +145,9 @@ def draw(seed: int, *needs: str) -> Options:
         o.strikes = tuple(rng.sample(STRIKES, rng.randint(1, 6)))
         o.strikes_max = rng.randint(1, 8)
         o.strike_every_s = rng.choice((1.0, 3.0, 8.0))
-    if faults := [need for need in needs if need not in ("tools", "standby")]:
+    for late in [need for need in needs if need in WINDOWS]:
+        o.crash_at[late] = random.Random(f"{late}.{seed}").randint(10, 150)
+    if faults := [need for need in needs if need not in ("tools", "standby", *WINDOWS)]:
         o.strikes, o.strikes_max = tuple(dict.fromkeys((*faults, *o.strikes[:2]))), max(o.strikes_max, 4)
         o.server_locked = o.server_locked and "second_server" not in needs
     if window in ("learner.role_lost", "ledger.fence_lost"):

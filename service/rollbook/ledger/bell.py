@@ -26,7 +26,7 @@ class Bell:
         self._closed = False
 
     def ring(self, topics: Iterable[str]) -> None:
-        for topic in topics:
+        for topic in sorted(topics):  # a set's own order differs from process to process
             condition = self._of(topic)
             with condition:
                 self._rung[topic] = self._rung.get(topic, 0) + 1

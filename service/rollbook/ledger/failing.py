@@ -143,20 +143,21 @@ class Failing(Poison):
                 continue  # its group was just taken out, with all its slots
             told = self._failures_of(txn.conn, row.ordinal, row.sibling)
             broken = len({f.attempt for f in told if f.status == RewardStatus.VERIFIER_ERROR.value})
-            poisonous = self._is_poison(txn.conn, txn.now_us, row.ordinal, told)
-            kind = VerdictKind.QUARANTINED if poisonous or broken >= self.rules.attempts_max else VerdictKind.FAILED
+            killed = self._poisoned(txn.conn, txn.now_us, row.ordinal, told)
+            taken_out = killed is not None or broken >= self.rules.attempts_max
+            kind = VerdictKind.QUARANTINED if taken_out else VerdictKind.FAILED
             last = told[-1] if told else None
             why = SILENT if last is None or last.reason == SILENT else f"{last.status}: {last.reason}"
             reason = f"{row.attempt} attempts without a sample; last: {why}"
             self._give_verdicts(txn, {SlotKey(row.ordinal, row.sibling): (kind, reason)})
-            if poisonous:
-                self._take_out(txn, SlotKey(row.ordinal, row.sibling), told, why)
+            if killed is not None:
+                self._take_out(txn, SlotKey(row.ordinal, row.sibling), told, sorted(killed), why)
                 closed.add(row.ordinal)
         self._settle_groups(txn, sorted({row.ordinal for row in rows} - closed))
 
-    def _take_out(self, txn: Txn, key: SlotKey, told: Sequence[Any], why: str) -> None:
+    def _take_out(self, txn: Txn, key: SlotKey, told: Sequence[Any], killed: Sequence[str], why: str) -> None:
         """Quarantine the group of a slot whose task is poison. Nothing is refilled: the feeder issues another prompt."""
-        workers, killed = sorted({f.incarnation for f in told}), sorted(self._died_over(txn.conn, told))
+        workers = sorted({f.incarnation for f in told})
         did, named = "killed" if killed == workers else "failed on", ", ".join(incarnation[:12] for incarnation in workers)
         group, _, _ = self._group_counts(txn.conn, key.ordinal)
         self._close_group(

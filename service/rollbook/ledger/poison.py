@@ -37,9 +37,10 @@ _ENDED = ("incarnation", "status", "blame", "reason", "n_tokens")
 class Poison(Breaker):
     """What the rows of failed attempts say of a task."""
 
-    def _is_poison(self, conn: sa.Connection, now_us: int, ordinal: int, failures: Sequence[Any]) -> bool:
-        """The task failed, or its workers died, wherever it was tried, and on nothing else there (R14, P9).
+    def _poisoned(self, conn: sa.Connection, now_us: int, ordinal: int, failures: Sequence[Any]) -> set[str] | None:
+        """The workers it has killed where it is poison: it failed, or they died, wherever it was tried, and on nothing else there.
 
+        None where it is not (R14, P9).
         Failures count by workers, whatever their incarnation, that have brought samples of other groups since; deaths by
         processes, of which the last had brought one itself. It takes as many as a slot has attempts, but two at least, since one
         alone cannot tell a poisonous task from a sick worker. Deaths do not count where a slot of another group was there at each
@@ -49,7 +50,7 @@ class Poison(Breaker):
         dead = self._died_over(conn, failures)
         failed = {f.incarnation for f in failures if f.status in _TASK_FAILS and f.blame == Blame.INFRA.value} - dead
         if len(dead | failed) < 2 or self._breaker(conn).is_open:
-            return False
+            return None
         since_us = min(f.reported_at_us for f in failures if f.incarnation in dead | failed)
         s, w = t.sample.c, t.worker.c
         well = conn.execute(
@@ -71,9 +72,8 @@ class Poison(Breaker):
             storm = self._died_at_random(conn, ordinal, since_us) * self.rules.attempts_max >= len(alive | healthy)
             if storm or not self._is_proven(conn, last, ordinal) or self._others_at(conn, ordinal, dead, since_us):
                 dead = set()
-        if len(convinced) + len(dead) >= max(2, self.rules.attempts_max):
-            return True
-        return len(convinced) > 1 and alive & healthy <= convinced
+        everywhere = len(convinced) > 1 and alive & healthy <= convinced
+        return dead if everywhere or len(convinced) + len(dead) >= max(2, self.rules.attempts_max) else None
 
     def _died_over(self, conn: sa.Connection, failures: Sequence[Any]) -> set[str]:
         """Incarnations whose process ended over a slot: told so, or silent for a TTL by then and not heard of since."""
