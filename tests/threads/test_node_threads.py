@@ -299,7 +299,8 @@ from rollbook.learner.checkpoint import _fill
 from rollbook.learner.state import Progress, TrainingState
 size = 32 << 20
 tensors = {"model": {"w": torch.ones(size // 4)}, "optimizer": {f"m{i}": torch.ones(size // 8) for i in range(4)}}
-values = {"progress": Progress(chain_digest="c").to_values() | {"cursor": None}, "config_digest": "d"}
+values = {"progress": Progress(chain_digest="c").to_values() | {"cursor": None}, "config_digest": "d",
+          "config_json": '{"learner": {}}'}
 state = TrainingState(tensors=tensors, values=values)
 _fill(Path(sys.argv[1]) / "warm", TrainingState(tensors={"model": {"w": torch.ones(4)}, "optimizer": {}}, values=values), 1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
