@@ -145,19 +145,18 @@ def draw(seed: int, *needs: str) -> Options:
         o.strikes = tuple(rng.sample(STRIKES, rng.randint(1, 6)))
         o.strikes_max = rng.randint(1, 8)
         o.strike_every_s = rng.choice((1.0, 3.0, 8.0))
-    for late in [need for need in needs if need in WINDOWS]:
-        o.crash_at[late] = random.Random(f"{late}.{seed}").randint(10, 150)
+    o.crash_at |= {late: random.Random(f"{late}.{seed}").randint(10, 150) for late in needs if late in WINDOWS}
     if faults := [need for need in needs if need not in ("tools", "standby", *WINDOWS)]:
         o.strikes, o.strikes_max = tuple(dict.fromkeys((*faults, *o.strikes[:2]))), max(o.strikes_max, 4)
         o.server_locked = o.server_locked and "second_server" not in needs
     if window in ("learner.role_lost", "ledger.fence_lost"):
-        o.strikes, o.strikes_max, o.server_locked, o.replaces_paused = ("pause_long",), 8, False, True
+        o.strikes, o.strikes_max, o.strike_every_s, o.server_locked, o.replaces_paused = ("pause_long",), 12, 2.0, False, True
+        o.weather, o.crash_at = Weather(), {window: 1}
     if window == "ledger.verdict.before_refill":  # the fixed schedule loses no group, so it refills none
         o.schedule, o.one_epoch, o.no_verdict, o.crash_at[window] = "bounded", False, 0.2, 1
     outages = random.Random(f"outage.{seed}")  # of its own: what else a seed draws stays as it was
     if outages.random() < 0.25:
-        begins = outages.uniform(0.0, 10.0)
-        o.outage = (begins, begins + outages.uniform(1.0, 30.0))
+        o.outage = (begins := outages.uniform(0.0, 10.0), begins + outages.uniform(1.0, 30.0))
     standby = random.Random(f"standby.{seed}")
     if standby.random() < 0.25 or "standby" in needs:
         o.standby = True

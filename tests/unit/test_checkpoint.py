@@ -136,6 +136,7 @@ def test_of_two_complete_directories_of_a_step_the_newer_epoch_is_adopted(config
     state = state_at(trainer, ledger, 4)
     files.write(state, epoch=1)
     files.write(state, epoch=2)
+    ledger.acquire_role(Role.LEARNER, "three", 3.0, supersede="one")
     assert [row.dir_name for row in open_checkpoints(config, ledger, tmp_path).committed] == ["0.4.2"]
     assert directories(tmp_path) == ["0.4.2"]
 
@@ -274,3 +275,14 @@ def test_a_ledger_older_than_the_checkpoint_is_refused(ordinal, state, is_older)
             compare_cursor(progress, ledger)
     else:
         compare_cursor(progress, ledger)
+
+
+def test_a_learner_that_was_replaced_leaves_the_directories_of_its_successor_alone(config, ledger, trainer, tmp_path):
+    """It wakes up while it opens: the successor's directory has no row yet, and its version was not there when it asked."""
+    files, epoch = CheckpointFiles(tmp_path / "checkpoints"), ledger.term.epoch
+    files.write(state_at(trainer, ledger, 4), epoch=epoch + 1)
+    (tmp_path / "checkpoints" / f"tmp.0.6.{epoch + 1}.0123abcd").mkdir()
+    (tmp_path / "checkpoints" / f"tmp.0.6.{epoch}.0123abcd").mkdir()
+    before = dataclasses.replace(ledger.resume_point(), head=None)
+    Checkpoints(tmp_path / "checkpoints", ledger, ledger.term, 2).open(before, config.run.id, config.run.seed)
+    assert directories(tmp_path) == [f"0.4.{epoch + 1}", f"tmp.0.6.{epoch + 1}.0123abcd"]

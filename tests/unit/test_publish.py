@@ -176,3 +176,11 @@ def test_bytes_are_deleted_only_outside_the_window_and_the_checkpoints(config, l
     assert publisher.retain(0, 9, 2, [3, 8]) == []
     behind = publisher.retain(1, 11, 2, [8])
     assert [name.rsplit(".", 1)[0] for name in behind] == ["0.3", "0.6", "0.7"], "older lineages go by the same rule"
+
+
+def test_what_a_successor_is_writing_is_left_alone(config, ledger, policy, tmp_path):
+    epoch = ledger.term.epoch
+    for name in (f"tmp.0.1.{epoch}.0123abcd", f"tmp.0.1.{epoch + 1}.0123abcd"):
+        (tmp_path / "versions" / name).mkdir(parents=True)
+    Publisher(config, policy, ledger, ledger.term)
+    assert names(tmp_path) == [f"tmp.0.1.{epoch + 1}.0123abcd"]

@@ -50,6 +50,7 @@ MANIFEST = "MANIFEST.json"
 _VALUES = "state.json"
 _FORMAT = 1
 _NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+_WRITTEN = re.compile(r"(?:tmp\.(?:removed\.)?)?\d+\.\d+\.(\d+)")
 
 
 def library_versions() -> dict[str, str]:
@@ -146,9 +147,9 @@ class CheckpointFiles:
         found = [path.name for path in self.root.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda name: tuple(int(part) for part in name.split(".")), reverse=True)
 
-    def clear_unfinished(self) -> list[str]:
-        """Remove what a dead writer left under a temporary name; returns the names."""
-        removed = sorted(path.name for path in self.root.glob("tmp.*"))
+    def clear_unfinished(self, epoch: int) -> list[str]:
+        """Remove what a writer of this or an older epoch left under a temporary name; returns the names."""
+        removed = sorted(path.name for path in self.root.glob("tmp.*") if _epoch_of(path.name) <= epoch)
         for name in removed:
             shutil.rmtree(self.root / name)
             failpoint("learner.resume.between_clears")
@@ -204,6 +205,12 @@ def _manifest(directory: Path, state: TrainingState, epoch: int) -> dict[str, An
     }
 
 
+def _epoch_of(name: str) -> int:
+    """Epoch of the learner that made a directory, finished or not; 0 where the name says none."""
+    found = _WRITTEN.match(name)
+    return int(found[1]) if found else 0
+
+
 def _row(name: str, manifest: bytes) -> Checkpoint:
     lineage, step, _ = (int(part) for part in name.split("."))
     return Checkpoint(lineage, step, name, hashlib.sha256(manifest).hexdigest(), json.loads(manifest)["chain_digest"])
@@ -221,15 +228,18 @@ class Checkpoints:
         self.committed: list[Checkpoint] = []
 
     def open(self, point: ResumePoint, run_id: str, config_seed: int) -> None:
-        """Clear leftovers, adopt complete directories that only lack their row, and know what is committed."""
-        for name in self.files.clear_unfinished():
+        """Clear leftovers, adopt complete directories that only lack their row, and know what is committed.
+
+        Directories of a newer epoch are a successor's: whoever finds one has lost the role and will be told so.
+        """
+        for name in self.files.clear_unfinished(self._term.epoch):
             log.info("removed an unfinished checkpoint", extra={"event": "checkpoint_unfinished_removed", "dir": name})
         self.committed = list(point.checkpoints)
         newest = max((checkpoint.step for checkpoint in self.committed), default=-1)
         known = {checkpoint.dir_name for checkpoint in self.committed}
         for name in self.files.names():
             lineage, step, _ = (int(part) for part in name.split("."))
-            if name in known or lineage > point.lineage:
+            if name in known or lineage > point.lineage or _epoch_of(name) > self._term.epoch:
                 continue
             if lineage < point.lineage or step <= newest:  # a lineage that was forked from is closed
                 self.files.remove(name)

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 PROBE_TOKENS = 64
 _NAME = re.compile(r"(\d+)\.(\d+)\.[0-9a-f]{12}")
+_SCRATCH = re.compile(r"tmp\.\d+\.\d+\.(\d+)\.[0-9a-f]{8}")
 
 
 def published_weights(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -78,8 +79,10 @@ class Publisher:
         self._probe_ids = probe_token_ids(policy.vocab_size, max(2, min(PROBE_TOKENS, room)))
         make_directory(self._run_dir / "versions")
         for leftover in (self._run_dir / "versions").glob("tmp.*"):
-            remove_directory(leftover)
-            failpoint("learner.publish.between_clears")
+            written = _SCRATCH.fullmatch(leftover.name)
+            if written is None or int(written[1]) <= term.epoch:  # else a successor is writing it
+                remove_directory(leftover)
+                failpoint("learner.publish.between_clears")
 
     def digest(self) -> str:
         """Digest of the weights as they would be published now."""
@@ -123,7 +126,7 @@ class Publisher:
             return path
         if target.exists():
             remove_directory(target)
-        scratch = target.with_name(f"tmp.{lineage}.{version}.{host().token()[:8]}")
+        scratch = target.with_name(f"tmp.{lineage}.{version}.{self._term.epoch}.{host().token()[:8]}")
         try:
             scratch.mkdir()
             save_tensors(weights, scratch / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -38,9 +38,9 @@ class Poison(Breaker):
     """What the rows of failed attempts say of a task."""
 
     def _poisoned(self, conn: sa.Connection, now_us: int, ordinal: int, failures: Sequence[Any]) -> set[str] | None:
-        """The workers it has killed where it is poison: it failed, or they died, wherever it was tried, and on nothing else there.
+        """The workers it has killed, where it is poison: it failed, or they died, wherever it was tried, and on nothing else.
 
-        None where it is not (R14, P9).
+        None where it is not poison (R14, P9).
         Failures count by workers, whatever their incarnation, that have brought samples of other groups since; deaths by
         processes, of which the last had brought one itself. It takes as many as a slot has attempts, but two at least, since one
         alone cannot tell a poisonous task from a sick worker. Deaths do not count where a slot of another group was there at each
