@@ -16,6 +16,7 @@ from unittest import mock
 
 import sqlalchemy as sa
 import torch
+from greenlet import getcurrent
 
 from rollbook.core.environments import ToolReply
 from rollbook.core.host import host
@@ -132,26 +133,38 @@ def staleness_counted_in_memory() -> Iterator[None]:
 @defect("KempnerForge 102, pytorch-lightning 688", "kill")
 def row_before_rename() -> Iterator[None]:
     """The checkpoint's row is committed before the directory has its name."""
-    original = Checkpoints.save
-    promote = durable.promote
+    original, promote = Checkpoints.save, durable.promote
+    saving: dict[Any, list[Callable[[], None]]] = {}
+    """By task: a patch from within a task that is killed would stay for every run that follows in this process."""
+
+    def promote_later(finished: Any, target: Any) -> None:
+        if (waiting := saving.get(getcurrent())) is None:
+            promote(finished, target)
+        else:
+            waiting.append(lambda: promote(finished, target))
 
     def save(self: Any, state: Any) -> Any:
-        waiting: list[Callable[[], None]] = []
-        with mock.patch("rollbook.learner.checkpoint.promote", lambda a, b: waiting.append(lambda: promote(a, b))):
-            client, commit = self._client, self._client.commit_checkpoint
+        waiting = saving[getcurrent()] = []
+        client, commit = self._client, self._client.commit_checkpoint
 
-            def commit_first(term: Any, checkpoint: Any) -> Any:
-                done = commit(term, checkpoint)
-                host().sleep(0.5)
-                failpoint("learner.checkpoint.after_row")
-                for late in waiting:
-                    late()
-                return done
+        def commit_first(term: Any, checkpoint: Any) -> Any:
+            done = commit(term, checkpoint)
+            host().sleep(0.5)
+            failpoint("learner.checkpoint.after_row")
+            for late in waiting:
+                late()
+            return done
 
+        try:
             with mock.patch.object(client, "commit_checkpoint", commit_first):
                 return original(self, state)
+        finally:
+            saving.pop(getcurrent(), None)
 
-    with mock.patch.object(Checkpoints, "save", save):
+    with (
+        mock.patch.object(Checkpoints, "save", save),
+        mock.patch("rollbook.learner.checkpoint.promote", promote_later),
+    ):  # fmt: skip
         yield
 
 
