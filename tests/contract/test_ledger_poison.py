@@ -9,13 +9,14 @@ from collections.abc import Collection
 
 import pytest
 from failure_support import fail, verdicts
-from ledger_support import Scene, run_record
+from ledger_support import Scene, run_record, version
 
 import oracle
 from ledger_bench import Bench
 from rollbook.core.errors import NotReady, RunPaused
 from rollbook.core.records import LeaseGrant, RewardStatus, ScheduleKind
 from rollbook.core.statuses import ENGINE_FAILED, WORKER_DIED
+from rollbook.ledger.desk import LeaseCall
 
 RULES = {"attempts_max": 3, "groups_per_step": 2, "max_lag_versions": 2, "lease_ttl_s": 30.0}
 DEATHS = {"told by a successor": WORKER_DIED, "silent": "", "the engine raised": f"{ENGINE_FAILED}RuntimeError: CUDA"}
@@ -120,6 +121,21 @@ def test_a_suspect_is_leased_alone_to_a_worker_that_has_proven_itself_or_last(be
     third = s.worker()
     assert [g.key.ordinal for g in s.lease(8, third)] == [5, 5] and s.lease(8, third) == ()
     assert [str(g.key) for g in s.lease(8, s.worker())] == ["0.0"], "there is nothing else"
+
+
+def test_of_those_who_stand_in_line_together_one_that_has_proven_itself_tries_the_suspect_alone(bench: Bench) -> None:
+    s = bench.scene(**RULES)
+    s.feed(6)
+    fleet = Fleet(s, bench, 2)
+    for _ in range(2):
+        fleet.die("worker-0", s.lease(1, fleet.alive["worker-0"]))
+    proven, new = fleet.alive["worker-1"], fleet.alive["worker-0"]
+    s.submit(s.lease(1, proven), proven)
+    line = [LeaseCall(incarnation, version(0), 2) for incarnation in (new, proven, s.worker())]
+    answers, _ = s.ledger._look_at_line(line)
+    held = [[str(grant.key) for grant in answers[call].grants] for call in line]
+    assert held[1] == ["0.0"], "alone, although it asked for two"
+    assert [len(keys) for keys in held] == [2, 1, 2] and len({key for keys in held for key in keys}) == 5
 
 
 def test_two_tasks_that_kill_the_same_workers_are_both_taken_out(bench: Bench) -> None:
