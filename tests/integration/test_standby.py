@@ -23,6 +23,7 @@ from rollbook.core.records import LeaseGrant, SubmitOutcome
 from rollbook.rpc.address import addresses_in, announced, holder_index
 from rollbook.rpc.client import LedgerClient
 from rollbook.supervise import local, watchdog
+from rollbook.supervise import supervisor as supervisor_module
 from run_support import CONFIG, ROLLBOOK, TinyRun, environment, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -264,7 +265,7 @@ def test_a_supervised_holder_that_was_stopped_comes_back_as_the_standby_and_the_
 
 def test_a_supervised_holder_that_hangs_is_killed_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On SQLite, where nobody else could take its place; in this process, so that the bound can be short."""
-    monkeypatch.setattr(local, "HANG_S_MIN", 6.0)
+    monkeypatch.setattr(supervisor_module, "HANG_S_MIN", 6.0)
     monkeypatch.setattr(watchdog, "ANSWER_S", 2.0)
     for name, value in environment(ROLLBOOK_FAILPOINTS="learner.before_plan=delay:1.5").items():
         monkeypatch.setenv(name, value)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from rollbook.core.config import load_config
-from rollbook.supervise import local, watchdog
+from rollbook.supervise import supervisor as supervisor_module
+from rollbook.supervise import watchdog
 from rollbook.supervise.local import LocalSupervisor
 from rollbook.supervise.process import ProcessRecord, ProcessTable, start_time
 from run_support import ROLLBOOK, TinyRun, environment, wait_until
@@ -223,7 +224,7 @@ def test_a_wrong_configuration_starts_nothing(tiny: TinyRun) -> None:
 
 def test_a_ledger_server_that_hangs_is_replaced(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, so that the bound can be short; the roles are processes all the same."""
-    monkeypatch.setattr(local, "HANG_S_MIN", 6.0)
+    monkeypatch.setattr(supervisor_module, "HANG_S_MIN", 6.0)
     monkeypatch.setattr(watchdog, "ANSWER_S", 2.0)
     for name, value in environment(ROLLBOOK_FAILPOINTS="learner.before_plan=delay:1.5").items():
         monkeypatch.setenv(name, value)

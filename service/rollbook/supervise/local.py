@@ -17,9 +17,6 @@ from rollbook.supervise.placements import devices
 from rollbook.supervise.process import Launcher, ProcessRecord, ProcessTable, RoleProcess, spawn, start
 from rollbook.supervise.supervisor import Supervisor
 
-HANG_S_MIN = 30.0
-"""A ledger server that lives and answers nothing is killed after two of its terms, but not before this time."""
-
 
 class LocalRole:
     """A role process of this machine as the supervisor handles it."""
@@ -149,8 +146,3 @@ class LocalSupervisor(Supervisor):
     def table(self) -> ProcessTable:
         """The newest process of every role."""
         return self._local.table
-
-    @property
-    def hang_s_min(self) -> float:
-        """See ``HANG_S_MIN``."""
-        return HANG_S_MIN

@@ -97,11 +97,6 @@ class Supervisor:
         """Every role that is or was wanted, the ledger servers first."""
         return [*self._ledgers, *self._others]
 
-    @property
-    def hang_s_min(self) -> float:
-        """See ``HANG_S_MIN``."""
-        return HANG_S_MIN
-
     def _child(self, name: str, kind: str, *args: str, threads: int = 1, needs: Needs = NOTHING) -> Child:
         env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         env |= supervised_tokens(self.config.security, kind)
@@ -260,7 +255,7 @@ class Supervisor:
             self._emit(f"{child.name} started again ({placements.where(placement)})")
 
     def _end_hung_ledger(self, name: str, process: Running) -> None:
-        bound_s = max(self.hang_s_min, 2 * self.config.ledger.role_ttl_s)
+        bound_s = max(HANG_S_MIN, 2 * self.config.ledger.role_ttl_s)
         if self._watchdog.unanswered_s < bound_s or name != ledgers.holder(self.dir):
             return
         self._emit(f"the ledger server lives but has answered nothing for {bound_s:.0f} s; killing it (its term is over)")
