@@ -51,7 +51,7 @@ def make_requests(groups: int, siblings: int, seed: int = 0) -> list[GenerationR
     ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Version 0 as shipped and three updates, each a visible step away from the one before."""
     root = tmp_path_factory.mktemp("versions")
@@ -67,7 +67,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return out
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def references(versions: list[Path]) -> list[torch.nn.Module]:
     """A plain float64 model of each version, loaded by transformers itself from a directory of its own."""
     models = []
@@ -79,9 +79,9 @@ def references(versions: list[Path]) -> list[torch.nn.Module]:
     return models
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
-    """Engines already made in this session."""
+    """Engines already made in this module; closed with it, as vLLM's process group is the whole process's."""
     engines: dict[str, Engine] = {}
     yield engines
     for engine in engines.values():
