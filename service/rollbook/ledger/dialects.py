@@ -327,6 +327,12 @@ class Database:
         found = {"oldest_xmin_age": age, "dead_tuples": dead}
         return {name: int(conn.exec_driver_sql(query).scalar_one()) for name, query in found.items()}
 
+    def size_bytes(self, conn: sa.Connection) -> int:
+        """Pages of the SQLite file, or the PostgreSQL database, its log not included."""
+        if not self.is_sqlite:
+            return int(conn.exec_driver_sql("SELECT pg_database_size(current_database())").scalar_one())
+        return int(conn.exec_driver_sql("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size").scalar_one())
+
     def insert_rows(self, conn: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
         """Insert many rows with the same columns.
 
