@@ -18,9 +18,11 @@ from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError
 from rollbook.core.host import incarnation
 from rollbook.observe import targets
+from rollbook.observe.devices import WORKER_CLOCK, GpuCollector, Settling, open_nvml
+from rollbook.observe.engine_metrics import EngineCollector
 from rollbook.observe.exporter import LOOPBACK, MetricsPage
 from rollbook.observe.ledger_metrics import LedgerCollector, Surroundings
-from rollbook.observe.metrics import REGISTRY, expose
+from rollbook.observe.metrics import REGISTRY, expose, recovered
 from rollbook.supervise.control import WORKERS_MAX, read_orders, read_restarts
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def shown_metrics(
         yield
         return
     expose(role, config_sha=config.digest()[:16], version=_version())
+    _show_devices(role)
     setting = "ledger.metrics_port" if role == "ledger" and config.ledger.metrics_port else "run.metrics_port"
     try:
         page = MetricsPage(port, REGISTRY, targets=find_targets, setting=setting)
@@ -93,6 +96,7 @@ def shown_ledger(config: Config, ledger: Ledger, index: int) -> Iterator[None]:
     try:
         with shown_metrics(config, "ledger", f"ledger-{index}" if index else "ledger", index, find_targets):
             collector.warm()
+            recovered("ledger")
             yield
     finally:
         REGISTRY.unregister(collector)
@@ -117,6 +121,16 @@ def surroundings(config: Config, ledger: Ledger) -> Surroundings:
         env=name.rpartition("/")[2][:ENV_CHARS_MAX], learner_devices=config.learner.ranks if on_gpu else 1, desired=desired,
         restarts=lambda: read_restarts(run_dir), beat_s=silence_s(config), renewed=ledger.renewals,
     )  # fmt: skip
+
+
+def _show_devices(role: str) -> None:
+    """The device's time, its GPUs and its engine, where the role has them."""
+    pool = {"worker": "actor", "learner": "learner"}.get(role)
+    if role == "worker":
+        REGISTRY.register(Settling(WORKER_CLOCK))
+        REGISTRY.register(EngineCollector())
+    if pool is not None and (nvml := open_nvml()) is not None:
+        REGISTRY.register(GpuCollector(pool, nvml))
 
 
 def _version() -> str:

@@ -246,7 +246,7 @@ _LEARNER = [
     )),
     *_rows(Kind.HISTOGRAM, LEARNER, (
         ("offpolicy_importance_ratio", "Ratio of the policy at the start of the step over the behaviour policy.",
-         {"level": ("token", "sequence")}, RATIOS),
+         {"level": ("token",)}, RATIOS),
         ("learner_step_phase_duration_seconds", "Time of a step by phase.", {"phase": PHASES}, SHORT_S),
         ("checkpoint_duration_seconds", "Time of a checkpoint by phase.", {"phase": CHECKPOINT_PHASES}, SHORT_S),
     )),

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 
+from rollbook.core.errors import DigestMismatch, NotReady, StaleWeights
+from rollbook.core.host import host, superseded
+from rollbook.observe.counted import CountedHistogram
 from rollbook.observe.metric_table import BY_NAME, SPECS, Kind, Spec
 
 disable_created_metrics()  # a series more for each counter, of which a restart is seen as well without
@@ -27,6 +31,8 @@ _exemplar_source: Callable[[], Mapping[str, str]] = dict
 
 
 def _made(spec: Spec) -> Any:
+    if spec.name == "offpolicy_importance_ratio":
+        return CountedHistogram(spec, ("token",))
     more: dict[str, Any] = {"buckets": spec.buckets} if spec.kind is Kind.HISTOGRAM else {}
     labels = () if spec.kind is Kind.INFO else tuple(spec.labels)
     return _CLASSES[spec.kind](spec.full_name, spec.help, labels, registry=None, **more)
@@ -34,6 +40,10 @@ def _made(spec: Spec) -> Any:
 
 _OBJECTS: dict[str, Any] = {spec.name: _made(spec) for spec in SPECS if not (spec.sql or spec.of_run)}
 _shown: set[str] = set()
+_roles: set[str] = set()
+_recovered = False
+STARTED_S = host().monotonic()
+"""When this process began, as good as."""
 
 
 def _histogram(name: str) -> Histogram:
@@ -69,7 +79,7 @@ OFFPOLICY_ESS_RATIO = _gauge("offpolicy_ess_ratio")
 OFFPOLICY_CLIP_RATIO = _gauge("offpolicy_clip_ratio")
 OFFPOLICY_KL_NATS = _gauge("offpolicy_kl_nats")
 OFFPOLICY_MASKED_TOKENS_TOTAL = _counter("offpolicy_masked_tokens_total")
-OFFPOLICY_IMPORTANCE_RATIO = _histogram("offpolicy_importance_ratio")
+OFFPOLICY_IMPORTANCE_RATIO: CountedHistogram = _OBJECTS["offpolicy_importance_ratio"]
 STEP_PHASE_DURATION_SECONDS = _histogram("learner_step_phase_duration_seconds")
 CHECKPOINT_INTERVAL_SECONDS = _gauge("checkpoint_interval_seconds")
 CHECKPOINT_SIZE_BYTES = _gauge("checkpoint_size_bytes")
@@ -108,6 +118,7 @@ for _name in ("rpc_seconds", "rpc_retries_total", "telemetry_dropped_total"):
 
 def expose(role: str, *, config_sha: str = "", version: str = "") -> None:
     """Show the metrics of ``role`` from now on, every series whose labels are a closed set at 0. Idempotent."""
+    _roles.add(role)
     for spec in SPECS:
         if spec.name not in _OBJECTS or role not in spec.roles or (role, spec.name) in _FROM_READING:
             continue
@@ -123,7 +134,7 @@ def expose(role: str, *, config_sha: str = "", version: str = "") -> None:
 
 def _touch(spec: Spec, role: str) -> None:
     """Make every series of closed labels: a rate that begins with the first event misses it."""
-    if spec.kind is Kind.INFO or not spec.labels:
+    if spec.kind is Kind.INFO or not spec.labels or isinstance(_OBJECTS[spec.name], CountedHistogram):
         return
     own = _OWN.get(spec.name, {})
     values = [own.get((role, name), all_values) for name, all_values in spec.labels.items()]
@@ -131,8 +142,34 @@ def _touch(spec: Spec, role: str) -> None:
         _OBJECTS[spec.name].labels(*combination)
 
 
+@contextmanager
+def failed_syncs() -> Iterator[None]:
+    """Count a weight update that ends with an error, by what it is."""
+    try:
+        yield
+    except Exception as error:
+        reasons = {NotReady: "missing", DigestMismatch: "digest", StaleWeights: "stale", OSError: "storage"}
+        reason = next((word for kind, word in reasons.items() if isinstance(error, kind)), "engine")
+        WEIGHT_SYNC_FAILURES_TOTAL.labels(reason).inc()
+        raise
+
+
+def recovered(component: str) -> None:
+    """A process that replaces a dead one works again; only the first call counts."""
+    global _recovered
+    if not _recovered and superseded():
+        RECOVERY_DURATION_SECONDS.labels(component).observe(host().monotonic() - STARTED_S)
+    _recovered = True
+
+
+def is_shown(role: str) -> bool:
+    """Whether this process shows the metrics of ``role``."""
+    return role in _roles
+
+
 def hide_all() -> None:
     """Show only what every process shows; for tests."""
+    _roles.clear()
     for name in sorted(_shown - {"rpc_seconds", "rpc_retries_total", "telemetry_dropped_total"}):
         REGISTRY.unregister(_OBJECTS[name])
         _shown.discard(name)
