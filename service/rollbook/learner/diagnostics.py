@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -303,7 +303,7 @@ class DiagnosticsAccumulator:
         self.maxima = torch.maximum(self.maxima, other.maxima)
 
     def ratio_counts(self, bounds: Sequence[float]) -> list[int]:
-        """Tokens by rho: at most ``bounds[0]``, at most ``bounds[1]`` and above that, ..., above all; on a bin's width exactly."""
+        """Tokens by rho: at most ``bounds[0]``, at most ``bounds[1]``, ..., above all of them; exact up to the width of a bin."""
         out = [0] * (len(bounds) + 1)
         for index, n in enumerate(self.counts[: 2 * _BINS_PER_SIDE + 1].tolist()):
             if n:

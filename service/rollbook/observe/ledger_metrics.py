@@ -154,7 +154,7 @@ def rollout_metrics(reading: Mapping[str, Any], env: str) -> list[Metric]:
         family("rollout_failures_total", [((reason,), f.get(f"failed.{reason}", 0)) for reason in table.FAILURES]),
         family("rollouts_consumed_total", [((), f.get("consumed", 0))]),
         family("tokens_total", [(("prompt",), f.get("prompt_bytes", 0) / 4), (("completion",), f.get("tokens", 0))]),
-        family("tokens_trained_total", [((), f.get("tokens_trained", 0))]),
+        family("trained_tokens_total", [((), f.get("tokens_trained", 0))]),
         family("reward_groups_total", [((env,), n_groups)]),
         family("reward_group_zero_variance_total", [((env,), n_groups - n_signal)]),
         *(distribution(name, f) for name in (

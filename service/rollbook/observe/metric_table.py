@@ -129,7 +129,7 @@ _ROLLOUTS = [
         ("rollout_failures_total", "Attempts that gave no sample.", {"reason": FAILURES}),
         ("rollouts_consumed_total", "Samples that a finished step trained on, each exactly once."),
         ("tokens_total", "Tokens of accepted samples.", {"kind": ("prompt", "completion")}),
-        ("tokens_trained_total", "Completion tokens of samples that a finished step trained on."),
+        ("trained_tokens_total", "Completion tokens of samples that a finished step trained on."),
         ("reward_groups_total", "Groups that a finished step trained on.", {"env": OPEN}),
         ("reward_group_zero_variance_total", "Of those, groups with one and the same reward: nothing to learn.", {"env": OPEN}),
     ), sql=True),
@@ -303,3 +303,7 @@ def table_text() -> str:
         cells = (f"`{spec.full_name}{shown}`", spec.kind.value, labels, ", ".join(spec.roles) + counted, spec.help)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table_text(), end="")
