@@ -81,7 +81,7 @@ def test_what_a_scrape_counts_is_what_happened(bench: Bench) -> None:
     assert only(seen, "reward_group_zero_variance_total", env="e") == 3
     assert only(seen, "rollout_policy_lag_versions_count") == only(seen, "rollout_policy_lag_versions_bucket", le="0.0") == 12
     assert only(seen, "reward_duration_seconds_sum", env="e") == pytest.approx(1.5)
-    assert only(seen, "tokens_total", kind="completion") == only(seen, "trained_tokens_total") == 36
+    assert only(seen, "tokens_total", kind="completion") == only(seen, "tokens_trained_total") == 36
     assert only(seen, "tokens_total", kind="prompt") > 0
 
 

@@ -125,7 +125,7 @@ class Reading(Survival):
                 "head": head.version if head else None, "roles": roles, "epoch": self._term.epoch if self._term else 0,
                 "last_step_at_s": self._last_step_at_s(conn, lineage), "checkpoint_at_s": self._checkpoint_at_s(conn),
                 "run_state": self._run_state(conn, planned, committed[0].step if committed else 0, roles),
-                "workers": self._workers(conn, now_us), "lease_ttl_s": self.rules.lease_ttl_s, "draining": self._draining,
+                "workers": self._workers(conn, now_us), "lag_bound": self.rules.max_lag_versions, "draining": self._draining,
                 "breaker": self._breaker_shown(conn, now_us), "database": self._database.condition(conn),
                 "retention": {"groups": kept.low_watermark, "low_watermark": kept.low_watermark},
                 "size_bytes": self._database.size_bytes(conn), "schema": self._schema_number(conn),

@@ -127,6 +127,7 @@ def run_metrics(
         family("run_state", [((state,), int(state == reading["run_state"])) for state in table.RUN_STATES]),
         family("controller_leader", [((), 1)]),
         family("controller_fencing_epoch", [((), reading["epoch"])]),
+        family("policy_lag_bound_versions", [((), reading["lag_bound"])]),
         family("workers", list(counts.items())),
         family("workers_desired", [((pool,), desired.get(pool, 0)) for pool in table.POOLS]),
         family("worker_restarts_total", [
@@ -154,7 +155,7 @@ def rollout_metrics(reading: Mapping[str, Any], env: str) -> list[Metric]:
         family("rollout_failures_total", [((reason,), f.get(f"failed.{reason}", 0)) for reason in table.FAILURES]),
         family("rollouts_consumed_total", [((), f.get("consumed", 0))]),
         family("tokens_total", [(("prompt",), f.get("prompt_bytes", 0) / 4), (("completion",), f.get("tokens", 0))]),
-        family("trained_tokens_total", [((), f.get("tokens_trained", 0))]),
+        family("tokens_trained_total", [((), f.get("tokens_trained", 0))]),
         family("reward_groups_total", [((env,), n_groups)]),
         family("reward_group_zero_variance_total", [((env,), n_groups - n_signal)]),
         *(distribution(name, f) for name in (

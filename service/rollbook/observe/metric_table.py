@@ -114,6 +114,7 @@ _RUN = [
         ("controller_leader", "1 where this ledger server holds the run's role."),
         ("controller_fencing_epoch", "Epoch of the ledger server's role; grows with each server."),
         ("workers", "Processes by pool and state, as their heartbeats and terms tell.", {"pool": POOLS, "state": WORKER_STATES}),
+        ("policy_lag_bound_versions", "Largest lag that the configuration allows."),
         ("workers_desired", "Processes the configuration or an order asks for.", {"pool": POOLS}),
     ), of_run=True),
     *_rows(Kind.COUNTER, LEDGER, (
@@ -129,7 +130,7 @@ _ROLLOUTS = [
         ("rollout_failures_total", "Attempts that gave no sample.", {"reason": FAILURES}),
         ("rollouts_consumed_total", "Samples that a finished step trained on, each exactly once."),
         ("tokens_total", "Tokens of accepted samples.", {"kind": ("prompt", "completion")}),
-        ("trained_tokens_total", "Completion tokens of samples that a finished step trained on."),
+        ("tokens_trained_total", "Completion tokens of samples that a finished step trained on."),
         ("reward_groups_total", "Groups that a finished step trained on.", {"env": OPEN}),
         ("reward_group_zero_variance_total", "Of those, groups with one and the same reward: nothing to learn.", {"env": OPEN}),
     ), sql=True),
