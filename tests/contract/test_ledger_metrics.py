@@ -36,7 +36,8 @@ EMPTY = {"opened": 0, "finished": 0, "trained": 0, "waiting": 0, "dropped": {}, 
 
 READING: dict[str, Any] = {
     "survival": EMPTY, "figures": {}, "slots": dict.fromkeys(BY_NAME["ledger_tasks"].labels["state"], 0), "oldest_s": {},
-    "events": {}, "steps": {}, "lag_bound": 2, "head": None, "roles": [], "epoch": 1, "last_step_at_s": None, "checkpoint_at_s": None,
+    "events": {}, "steps": {}, "lag_bound": 2, "head": None, "roles": [], "epoch": 1, "last_step_at_s": None,
+    "checkpoint_at_s": None,
     "run_state": "starting", "workers": [], "draining": False, "breaker": {"state": "closed"}, "size_bytes": 0, "schema": 4,
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from ledger_support import Scene, run_record, sample_for
+from ledger_support import Scene, run_record, sample_for, version
 
 from ledger_bench import WIDTH, Bench
 from rollbook.core.records import Blame, FailureReport, PlanOutcome, RewardStatus, SandboxStatus
@@ -36,14 +36,8 @@ def step(s: Scene, number: int) -> None:
     plan = s.plan(number)
     metrics = json.dumps({"seconds_step": 2.0, "seconds_plan_wait": 1.0, "groups": 2, "groups_with_signal": 1})
     s.ledger.finish_plan(s.learner, plan.lineage, number, PlanOutcome.TRAINED, "", metrics)
-    s.ledger.publish_version(s.learner, version_of(s, number))
+    s.ledger.publish_version(s.learner, version(number))
     s.checkpoint(number)
-
-
-def version_of(s: Scene, number: int) -> Any:
-    from ledger_support import version
-
-    return version(number, s.head.lineage)
 
 
 def shown(s: Scene) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -182,11 +176,15 @@ def test_a_reading_walks_along_keys_and_over_no_whole_table(bench: Bench) -> Non
     step(s, 1)
     s.ledger.reading()
     plans: list[str] = []
+    by_kind: list[str] = []
 
     def noted(conn: sa.Connection, _cursor: object, statement: str, parameters: Any, *_: object) -> None:
         if statement.startswith("SELECT"):
             plan = conn.connection.driver_connection.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)  # type: ignore[union-attr]
-            plans.extend(f"{row[3]}" for row in plan.fetchall())
+            lines = [str(row[3]) for row in plan.fetchall()]
+            plans.extend(lines)
+            if "lease_granted" in str(parameters) or "seq >" in statement:
+                by_kind.extend(line for line in lines if "ix_event_kind" in line)
 
     engine = s.ledger._database.reader
     sa.event.listen(engine, "before_cursor_execute", noted)
@@ -197,3 +195,4 @@ def test_a_reading_walks_along_keys_and_over_no_whole_table(bench: Bench) -> Non
     large = {table.name for table in (t.event, t.sample, t.payload, t.slot, t.prompt_group, t.failure, t.verdict, t.plan_item)}
     whole = [line for line in plans if line.startswith("SCAN") and line.split()[1] in large]
     assert plans and not whole, whole
+    assert not by_kind, by_kind

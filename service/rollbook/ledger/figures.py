@@ -146,7 +146,7 @@ def _queue(here: Any) -> sa.Select:
     return (
         sa.select(*_distribution("rollout_duration_seconds", waited_s, e.at_us >= g.issued_at_us, key="queue"))
         .select_from(t.prompt_group).join(t.event, sa.and_(e.run_id == g.run_id, e.ordinal == g.ordinal))
-        .where(*here(g), e.kind == "lease_granted", e.token == 1)
+        .where(*here(g), e.kind.concat("") == "lease_granted", e.token == 1)
     )  # fmt: skip
 
 

@@ -118,8 +118,8 @@ class Survival(Status):
             .outerjoin(t.plan_item, sa.and_(same_slot(i), self._along(i.lineage, i.step, self._newest_lineage())))
             .outerjoin(t.plan_outcome, sa.and_(o.run_id == run_id, o.lineage == i.lineage, o.step == i.step))
             .outerjoin(f, sa.and_(f.c.ordinal == e.ordinal, f.c.sibling == e.sibling))
-            # Every slot's first lease, and only that.
-            .where(e.run_id == run_id, e.kind == "lease_granted", e.token == 1, *_between(e, first, end_ordinal))
+            # Every slot's first lease, and only that. By the plain kind SQLite would walk through the leases of all groups.
+            .where(e.run_id == run_id, e.kind.concat("") == "lease_granted", e.token == 1, *_between(e, first, end_ordinal))
             .subquery("opened")
         )  # fmt: skip
 

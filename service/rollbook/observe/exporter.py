@@ -91,7 +91,13 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-            self._reply(200, content_type, encode(self.server.registry))
+            try:
+                body = encode(self.server.registry)
+            except Exception:  # boundary of the page: who looks is told, and the log says why
+                log.exception("the metrics were not shown", extra={"event": "metrics_broken"})
+                self._reply(500, "text/plain", b"the metrics could not be read; see the log of this process\n")
+            else:
+                self._reply(200, content_type, body)
         elif path == "/sd" and self.server.targets is not None:
             try:
                 found = list(self.server.targets())
