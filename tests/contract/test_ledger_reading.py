@@ -118,8 +118,8 @@ def test_every_slot_is_in_one_state(bench: Bench) -> None:
     first, second, *others = s.lease(8)
     s.submit([second, *others[:4]])
     s.ledger.report_failures([
-        FailureReport(first.key, first.token, s.incarnation, RewardStatus.INFRA_ERROR, Blame.INFRA, "x",
-                      sandbox_status=SandboxStatus.INFRA_LOST)
+        FailureReport(first.key, first.token, s.incarnation, RewardStatus.NO_VERDICT, Blame.MODEL, "x",
+                      sandbox_status=SandboxStatus.NO_CODE)
     ])  # fmt: skip
     s.plan(1)
     slots = s.ledger.reading()["slots"]
