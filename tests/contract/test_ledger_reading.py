@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from forking_support import fork, history, train
 from ledger_support import Scene, run_record, sample_for, version
 
 from ledger_bench import WIDTH, Bench
@@ -147,6 +148,18 @@ def test_what_a_step_skips_or_a_verdict_drops_was_wasted(bench: Bench) -> None:
     assert only(seen, "rollouts_total", outcome="filtered") == 1
     assert only(seen, "learner_nonfinite_steps_total", action="skipped") == 1
     assert only(seen, "rollouts_consumed_total") == 0
+
+
+def test_a_fork_lets_no_counter_fall_and_counts_each_sample_once(bench: Bench) -> None:
+    s = history(bench)
+    before = shown(s)
+    assert only(before, "rollouts_consumed_total") == 12
+    fork(s)
+    train(s, 1, 2, 3, 4)
+    after = shown(s)
+    assert {key: value for key, value in before.items() if value > after[key]} == {}
+    assert only(after, "rollouts_consumed_total") == 16, "the fourth step was planned before the fork and trained after it"
+    assert sum(s.ledger.reading()["slots"].values()) == s.ledger.run_status()["slots"]["issued"]
 
 
 def test_the_living_are_present_and_the_silent_are_not(bench: Bench) -> None:

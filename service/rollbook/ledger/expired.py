@@ -15,6 +15,8 @@ import sqlalchemy as sa
 from rollbook.core.survival import UNKNOWN
 from rollbook.ledger import schema as t
 
+N = TypeVar("N", int, float)
+
 OF_GROUPS = (t.plan_item, t.payload, t.sample, t.verdict, t.slot, t.prompt_group, t.tool_call, t.failure, t.lease)
 """Tables whose rows go with their group. ``event`` has its own age."""
 SUMMED = ("verdicts", "events", "members", "figures")
@@ -54,9 +56,6 @@ def add_totals(a: Mapping[str, Any], b: Mapping[str, Any], buckets: Mapping[str,
         name: add_buckets(one.get(name, []), other.get(name, []), buckets.get(name)) for name in sorted({*one, *other})
     }
     return out
-
-
-N = TypeVar("N", int, float)
 
 
 def sum_by_name(a: Mapping[str, N], b: Mapping[str, N]) -> dict[str, N]:

@@ -100,14 +100,15 @@ def _prompt_tokens(here: Any) -> sa.Select:
 
 
 def _planned(here: Any, is_forked: bool) -> sa.Select:
-    """Slots in a plan, and what their first plan's outcome says of their device time."""
+    """Slots in a plan, and what the first plan of each that had an outcome says of their device time."""
     i, s, o = t.plan_item.c, t.sample.c, t.plan_outcome.c
-    trained = sa.and_(o.outcome == PlanOutcome.TRAINED.value, i.valid)
-    wasted = sa.and_(o.outcome.is_not(None), ~trained)
+    first, decides = (_first_plans() if is_forked else (sa.true(), sa.true()))
+    trained = sa.and_(o.outcome == PlanOutcome.TRAINED.value, i.valid, decides)
+    wasted = sa.and_(o.outcome.is_not(None), ~sa.and_(o.outcome == PlanOutcome.TRAINED.value, i.valid), decides)
     lag = i.step - 1 - s.version_min
-    query = (
+    return (
         sa.select(
-            sa.func.count().label("planned"), _count_where(trained, "consumed"),
+            _count_where(first, "planned"), _count_where(trained, "consumed"),
             _sum_where(trained, s.n_tokens, "tokens_trained"), _sum_where(trained, s.generate_s, "generated_s"),
             _sum_where(wasted, s.generate_s, "wasted.skipped"),
             *_distribution("rollout_policy_lag_versions", lag, trained),
@@ -117,11 +118,18 @@ def _planned(here: Any, is_forked: bool) -> sa.Select:
         .outerjoin(t.plan_outcome, sa.and_(o.run_id == i.run_id, o.lineage == i.lineage, o.step == i.step))
         .where(*here(i))
     )  # fmt: skip
-    if not is_forked:
-        return query
-    older = t.plan_item.alias("older")
-    same = (older.c.run_id == i.run_id, older.c.ordinal == i.ordinal, older.c.sibling == i.sibling)
-    return query.where(~sa.exists().where(*same, older.c.lineage < i.lineage))
+
+
+def _first_plans() -> tuple[Any, Any]:
+    """That no lineage before has the slot in a plan, and that none has it in a plan with an outcome."""
+    i, older, ended = t.plan_item.c, t.plan_item.alias("older"), t.plan_outcome.alias("ended")
+    same = (
+        older.c.run_id == i.run_id, older.c.ordinal == i.ordinal, older.c.sibling == i.sibling, older.c.lineage < i.lineage
+    )  # fmt: skip
+    outcome = (ended.c.run_id == older.c.run_id, ended.c.lineage == older.c.lineage, ended.c.step == older.c.step)
+    planned = sa.select(sa.literal(1)).select_from(older).where(*same).correlate(t.plan_item)
+    decided = sa.select(sa.literal(1)).select_from(older.join(ended, sa.and_(*outcome))).where(*same).correlate(t.plan_item)
+    return ~planned.exists(), ~decided.exists()
 
 
 def _verdicts(here: Any, is_forked: bool) -> sa.Select:
