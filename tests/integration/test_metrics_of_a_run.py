@@ -16,6 +16,8 @@ from rollbook.observe import targets
 from rollbook.observe.metric_table import BY_NAME
 from run_support import CONFIG, TinyRun, wait_until
 
+pytestmark = pytest.mark.timeout(600)
+
 SERIES_MAX = {"ledger": 500, "worker": 150, "learner": 300, "feeder": 50}
 
 
