@@ -25,7 +25,7 @@ CACHE_S = 5.0
 CACHE_SHARE = 0.05
 """Largest share of the time that reading the ledger may take."""
 WAIT_S = 4.0
-"""Longest a scrape waits for a reading that another one has begun; then it shows the one before."""
+"""Longest a scrape waits for a reading that another one has begun; then it shows the one before, at first nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class LedgerCollector:
                     self._shown = _Shown(metrics, host().monotonic() + max(self._cache_s, took_s / CACHE_SHARE))
             finally:
                 self._lock.release()
-        yield from self._shown.metrics or [family("ledger_readable", [((), 0)])]
+        yield from self._shown.metrics
 
     def _read(self) -> list[Metric]:
         try:
