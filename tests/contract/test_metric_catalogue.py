@@ -15,12 +15,13 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from test_ledger_metrics import READING
 
-from rollbook.observe import devices, metrics
+from rollbook.observe import devices, metrics, targets
 from rollbook.observe.counted import CountedHistogram
 from rollbook.observe.devices import DeviceClock, GpuCollector
 from rollbook.observe.engine_metrics import EngineCollector
 from rollbook.observe.ledger_metrics import LedgerCollector, Surroundings
 from rollbook.observe.metric_table import BY_NAME, EVERY, SPECS, UNITS, Kind, table_text
+from rollbook.observe.targets import Target
 
 PAGE = Path(__file__).resolve().parents[2] / "dashboards" / "METRICS.md"
 NEVER_LABELS = {"prompt", "task", "task_id", "sample", "rollout", "step", "version_id", "host", "port", "address", "exception"}
@@ -201,6 +202,24 @@ def test_an_engines_own_metrics_stand_beside_ours_and_nothing_stands_there_witho
     assert generate_latest(ours) == b""
     Counter("vllm:prompt_tokens", "Prompt tokens.", registry=theirs).inc(3)
     assert ours.get_sample_value("vllm:prompt_tokens_total") == 3
+
+
+def test_only_the_living_of_this_machine_are_listed_and_who_ends_leaves(tmp_path: Path) -> None:
+    worker = Target("worker-0", "worker", "here", "127.0.0.1:1", "a")
+    others = [Target("learner", "learner", "here", "127.0.0.1:2", "b"), Target("worker-1", "worker", "there", "127.0.0.1:3", "c")]
+    for target in (worker, *others):
+        targets.announce(tmp_path, target)
+    (tmp_path / "supervisor" / "metrics" / "torn").write_text('{"name": "to')
+    assert [target.name for target in targets.announced(tmp_path)] == ["learner", "worker-0", "worker-1"]
+    assert targets.service_discovery(tmp_path, "r", "here", {"a", "c"}) == [
+        {"targets": ["127.0.0.1:1"], "labels": {"run": "r", "role": "worker", "worker": "worker-0"}}
+    ]
+    successor = Target("worker-0", "worker", "here", "127.0.0.1:4", "d")
+    targets.announce(tmp_path, successor)
+    targets.withdraw(tmp_path, worker)
+    assert successor in targets.announced(tmp_path), "a successor's entry is not the dead one's to take"
+    targets.withdraw(tmp_path, successor)
+    assert successor not in targets.announced(tmp_path)
 
 
 def test_counts_become_a_histogram() -> None:
