@@ -8,15 +8,18 @@ all threads to standard error.
 from __future__ import annotations
 
 import argparse
+import atexit
 import faulthandler
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from rollbook.cli.common import add_accept, add_config, client_for, read_config
+from rollbook.cli.showing import place_of, shown_metrics
 from rollbook.cli.signals import StopSignals
 from rollbook.core.config import Config, with_worker
 from rollbook.core.errors import ConfigError
@@ -85,6 +88,10 @@ def _begin(role: str, args: argparse.Namespace) -> tuple[Config, threading.Event
     name = f"{role}-{index}" if role == "worker" or index else role
     reporter = progress.open_reporter(name, progress.progress_file(config.run.dir, name) if supervised else None)
     _show_health(reporter, config, role, args)
+    if role != "ledger":  # whose page begins when it holds the role
+        shown = ExitStack()
+        atexit.register(shown.close)
+        shown.enter_context(shown_metrics(config, role, name, index))
     if not supervised:  # a supervisor keeps the time of a drain itself
         signals.limit(config.supervisor.drain_s, lambda: _give_back(config, args.index) if role == "worker" else None)
     failpoints.arm_configured(config.chaos.failpoints, Path(config.run.dir) / "chaos" if config.chaos.once else "")
@@ -102,16 +109,9 @@ def _index(role: str, args: argparse.Namespace) -> int:
 
 def _show_health(reporter: progress.Reporter, config: Config, role: str, args: argparse.Namespace) -> None:
     """Answer probes while the process lives. A port that is taken costs the page and not the role."""
-    index, n_workers = _index(role, args), sum(kind.count for kind in config.workers)
-    if role == "worker":
-        place = 3 + index
-    elif index:  # a standby
-        place = 2 + n_workers + index
-    else:
-        place = ("ledger", "feeder", "learner").index(role)
     port = args.health_port
     if port is None:
-        port = config.run.health_port + place if config.run.health_port else 0
+        port = config.run.health_port + place_of(config, role, _index(role, args)) if config.run.health_port else 0
     if port == 0:
         return
     try:

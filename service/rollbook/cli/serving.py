@@ -9,24 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
 from rollbook.cli.preflight import check_run_dir, check_still_recorded
+from rollbook.cli.showing import shown_ledger
 from rollbook.cli.standing import RunWatch
 from rollbook.core.changes import differences
 from rollbook.core.config import Config
-from rollbook.core.errors import ConfigError, Fenced, LedgerLocked, RoleHeld, ServerFenced, Unavailable
+from rollbook.core.errors import Fenced, LedgerLocked, RoleHeld, ServerFenced, Unavailable
 from rollbook.core.host import fsync_directory, host, incarnation, superseded
 from rollbook.core.records import RunRecord
 from rollbook.learner.history import Stray, move_aside, refuse_when_ahead
 from rollbook.ledger.ledger import Ledger
 from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
-from rollbook.observe.ledger_metrics import LedgerCollector, MetricsPage
-from rollbook.observe.metrics import REGISTRY
 from rollbook.rpc.address import write_address
 from rollbook.rpc.server import RunningServer, serve
 
@@ -76,43 +74,19 @@ def open_run(config: Config, record: RunRecord, ledger: Ledger, accept: Collecti
 
 
 def hold_role(
-    config: Config, ledger: Ledger, server: RunningServer, stop: threading.Event, renewed: Callable[[], object] = lambda: None
-) -> None:
+    config: Config, ledger: Ledger, server: RunningServer, stop: threading.Event, renewed: Callable[[], object] = lambda: None,
+    index: int = 0,
+) -> None:  # fmt: skip
     """Keep the term of a server that answers until ``stop`` is set; ``renewed`` is called after each renewal.
+
+    ``index``: which ledger server of the configuration it is.
 
     Raises Fenced when another server has taken the role over.
     """
-    with _metrics(config.ledger.metrics_port, ledger):
+    with shown_ledger(config, ledger, index):
         _keep_term(ledger, config.ledger.role_ttl_s / 3, stop, RunWatch(config, ledger), renewed)
     if server.fenced:
         raise Fenced("another ledger server took over; this one has stopped answering")
-
-
-@contextmanager
-def _metrics(port: int, ledger: Ledger) -> Iterator[None]:
-    """Show this process's metrics and the run's on loopback; nothing for port 0.
-
-    A port that is taken costs the page and not the run: training does not wait for who looks at it.
-    """
-    if port == 0:
-        yield
-        return
-    collector = LedgerCollector(ledger.survival, ledger.run_status)
-    REGISTRY.register(collector)
-    try:
-        try:
-            page = MetricsPage(port, REGISTRY)
-        except ConfigError as error:
-            log.error("no metrics are shown: %s", error, extra={"event": "metrics_unserved"})
-            yield
-            return
-        log.info("metrics", extra={"event": "metrics_served", "port": page.port})
-        try:
-            yield
-        finally:
-            page.close()
-    finally:
-        REGISTRY.unregister(collector)
 
 
 def _keep_term(

@@ -84,7 +84,7 @@ def serve_in_turn(
         write_address(run_dir, address, others())
         failpoint("ledger.start.after_address")
         log.info("serving", extra={"address": address, "run": config.run.id, "config": record.config_digest[:12], "index": index})
-        hold_role(config, ledger, server, stop, stay_found)
+        hold_role(config, ledger, server, stop, stay_found, index)
     finally:
         forget(run_dir, index, address)
         server.stop(STOP_GRACE_S)

@@ -51,7 +51,7 @@ AT_LEAST: dict[str, float] = {
     "ledger.survivors_min": 0, "ledger.straggler_wait_s": 0, "ledger.group_commit_max": 1, "ledger.payload_bytes_max": 1,
     "ledger.ordinals_per_partition": 1, "ledger.infra_window": 1, "ledger.infra_failures_max": 0, "ledger.metrics_port": 0,
     "ledger.standbys": 0, "environment.turns_max": 1, "retention.groups": 1, "retention.batch_rows": 1, "retention.events_s": 0,
-    "run.health_port": 0,
+    "run.health_port": 0, "run.metrics_port": -1,
     "environment.processes": 1, "environment.attempts_max": 1, "sandbox.slots": 2, "sandbox.memory_mb": 32,
     "sandbox.processes": 1, "sandbox.output_kb": 1, "sandbox.disk_mb": 1, "security.message_bytes_max": 2 << 20,
     "security.calls_open_max": 4, "security.calls_waiting_max": 1,
@@ -144,6 +144,8 @@ def check(c: Config) -> None:
          "taken for hung")  # fmt: skip
     last_port = c.run.health_port + 2 + sum(w.count for w in c.workers) + c.ledger.standbys
     need(last_port < 2**16, f"run.health_port = {c.run.health_port}: the last role's port would be {last_port}; at most 65535")
+    last_port += c.run.metrics_port - c.run.health_port
+    need(last_port < 2**16, f"run.metrics_port = {c.run.metrics_port}: the last role's port would be {last_port}; at most 65535")
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     check_security(c)
     for index, worker in enumerate(c.workers):

@@ -27,6 +27,9 @@ class RunConfig:
     health_port: int = 0
     """First port on loopback for ``/livez``, ``/readyz`` and ``/progressz`` of the roles: the ledger server's, then the feeder's,
     the learner's, and one for each worker in order; 0 = off. A role command's ``--health-port`` goes before it."""
+    metrics_port: int = -1
+    """First port on loopback for ``/metrics`` of the roles, counted as for ``health_port``; 0 = a free one for each, -1 = none.
+    Each process announces its address in the run directory; the ledger server's ``/sd`` lists the living ones for Prometheus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +318,7 @@ class LedgerConfig:
     breaker_pause_s: float = 600.0
     """An open breaker pauses the run for the operator after this long."""
     metrics_port: int = 0
-    """Port on loopback where the server shows Prometheus metrics, its own and the run's; 0 = off."""
+    """Port on loopback where the server shows Prometheus metrics, its own and the run's; 0 = as ``run.metrics_port`` says."""
     group_commit_max: int = 128
     """Operations that share one durable commit."""
     payload_bytes_max: int = 33_554_432

@@ -40,6 +40,7 @@ from rollbook.learner.durable import (
     write_durably,
 )
 from rollbook.learner.model_dir import sha256_of
+from rollbook.learner.showing import timed_checkpoint
 from rollbook.learner.state import SECTIONS, TrainingState
 from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
@@ -284,9 +285,11 @@ class Checkpoints:
         for existing in self.committed:
             if existing.step == step:
                 return existing
-        checkpoint = self.files.write(state, self._term.epoch)
+        with timed_checkpoint("write"):
+            checkpoint = self.files.write(state, self._term.epoch)
         try:
-            checkpoint = self._client.commit_checkpoint(self._term, checkpoint)
+            with timed_checkpoint("commit"):
+                checkpoint = self._client.commit_checkpoint(self._term, checkpoint)
         except Conflict:
             self.files.remove(checkpoint.dir_name)
             raise

@@ -13,8 +13,9 @@ Source: Kish's effective sample size; Schulman 2020 for the KL estimators.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -300,6 +301,15 @@ class DiagnosticsAccumulator:
         self.sums += other.sums
         self.counts += other.counts
         self.maxima = torch.maximum(self.maxima, other.maxima)
+
+    def ratio_counts(self, bounds: Sequence[float]) -> list[int]:
+        """Tokens by rho: at most ``bounds[0]``, at most ``bounds[1]``, ..., above all of them; exact up to the width of a bin."""
+        out = [0] * (len(bounds) + 1)
+        for index, n in enumerate(self.counts[: 2 * _BINS_PER_SIDE + 1].tolist()):
+            if n:
+                rho = math.exp(_BIN_SCALE * math.sinh((index - _BINS_PER_SIDE) * _BIN_STEP))
+                out[bisect.bisect_left(bounds, rho)] += n
+        return out
 
     def result(self) -> dict[str, float]:
         """Return the step's metrics; keys that need an input nobody gave (entropy, lags) are absent.

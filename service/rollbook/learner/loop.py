@@ -30,9 +30,11 @@ from rollbook.learner.publish import Publisher
 from rollbook.learner.resume import restore_newest
 from rollbook.learner.revisions import Revisions
 from rollbook.learner.role import HeldRole, acquire, holding
+from rollbook.learner.showing import show_checkpoint, show_phases, show_replayed, show_step, timed_checkpoint
 from rollbook.learner.trainer import StepResult, Trainer
 from rollbook.observe import progress
 from rollbook.observe.failpoints import failpoint
+from rollbook.observe.metrics import recovered
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +145,9 @@ class Learner:
         result = self.train(plan)
         if result is not None:
             self._finish(plan, result)
+            show_step(result.metrics)
+            if plan.outcome is not None:
+                show_replayed(self.config, result.metrics["seconds_step"])
         elif plan.outcome is None:
             self._skip_as_recorded(plan)
         started = host().monotonic()
@@ -150,6 +155,9 @@ class Learner:
         self._publish(plan)
         progress.finished(f"step {plan.step}")
         self.seconds_published, trained_s, started = host().monotonic() - started, started - began, host().monotonic()
+        show_phases({"publish": self.seconds_published, "data_wait": self.seconds_waited})
+        if plan.step >= self.last_planned_step:
+            recovered("learner")
         self.cadence.stepped(self.seconds_waited + trained_s + self.seconds_published, trained_s)
         if self.cadence.due(self.step, max(self.checkpoints.steps(), default=0)):
             self.checkpoint()
@@ -235,13 +243,18 @@ class Learner:
         progress.mark(progress.State.SAVING)
         started = host().monotonic()
         self.trainer.note(cursor=self.client.cursor(TASK_STREAM))
-        saved = self.checkpoints.save(self.trainer.state_dict())
+        with timed_checkpoint("snapshot"):
+            state = self.trainer.state_dict()
+        saved = self.checkpoints.save(state)
         head = max([self.step, *self.recorded])
         lag_max = self.config.rules().max_lag_versions
         deleted = self.publisher.retain(self.lineage, head, lag_max, self.checkpoints.steps())
         if deleted:
             log.info("deleted weights of %d versions", len(deleted), extra={"event": "versions_deleted"})
-        self.cadence.saved(self.step, host().monotonic() - started, self.checkpoints.files.n_bytes(saved.dir_name))
+        took_s, n_bytes = host().monotonic() - started, self.checkpoints.files.n_bytes(saved.dir_name)
+        self.cadence.saved(self.step, took_s, n_bytes)
+        show_phases({"checkpoint": took_s})
+        show_checkpoint(n_bytes, self.cadence.interval)
 
 
 def open_learner(config: Config, client: LedgerPort, role: HeldRole, gang: Gang | None = None) -> Learner:

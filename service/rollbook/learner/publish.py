@@ -28,6 +28,7 @@ from rollbook.learner.durable import make_directory, promote, remove_directory, 
 from rollbook.learner.model import Policy, dtype_of
 from rollbook.learner.state import tensors_digest
 from rollbook.observe.failpoints import failpoint
+from rollbook.observe.metrics import WEIGHT_SYNC_BYTES_TOTAL, WEIGHT_SYNC_DURATION_SECONDS, failed_syncs
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +97,14 @@ class Publisher:
             Fenced: another learner holds the role.
             OSError: naming the file that could not be written; nothing of this version is left then.
         """
+        began = host().monotonic()
         weights = published_weights(self._policy, self._dtype)
         weights_digest = tensors_digest(weights)
-        path = self._write(lineage, version, weights, weights_digest)
+        gathered = host().monotonic()
+        with failed_syncs():
+            path = self._write(lineage, version, weights, weights_digest)
+        WEIGHT_SYNC_DURATION_SECONDS.labels("gather").observe(gathered - began)
+        WEIGHT_SYNC_DURATION_SECONDS.labels("transfer").observe(host().monotonic() - gathered)
         record = PolicyVersion(
             lineage=lineage,
             version=version,
@@ -109,6 +115,7 @@ class Publisher:
         )
         failpoint("learner.before_publish_row")
         record = self._client.publish_version(self._term, record)
+        WEIGHT_SYNC_BYTES_TOTAL.labels("files").inc(record.n_bytes)
         failpoint("learner.after_publish")
         return record
 

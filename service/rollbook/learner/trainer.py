@@ -44,6 +44,7 @@ from rollbook.learner.optimizer import (
 )
 from rollbook.learner.schedule import learning_rate
 from rollbook.learner.sharing import Ranks, ranks_in_turn
+from rollbook.learner.showing import show_phases, show_ratios
 from rollbook.learner.snapshot import Snapshot
 from rollbook.learner.state import Progress, TrainingState, tensors_digest
 from rollbook.observe.failpoints import failpoint
@@ -91,6 +92,7 @@ class Trainer:
         self.policy = policy
         self.progress = Progress(chain_digest=genesis_digest(config.run.id, config.run.seed))
         self._built = config.learner
+        self._phases = dict.fromkeys(("reference_logprob", "forward_backward", "optimizer"), 0.0)
         self._ranks = ranks or ranks_in_turn(config.learner.ranks)
         self.optimizer = adamw(policy.model.named_parameters(), config.learner)
         self._before = Snapshot()
@@ -133,7 +135,9 @@ class Trainer:
         metrics = self._batch_metrics(batch) | {"lr": self._set_learning_rate(step)}
         reason = "" if batch.n_tokens else "no trainable token"
         if not reason:
+            self._phases = dict.fromkeys(self._phases, 0.0)
             reason = self._update_all(batch, metrics)
+            show_phases(self._phases)
         if not reason:
             self._count(batch)
         metrics["seconds_step"] = host().monotonic() - started
@@ -189,7 +193,9 @@ class Trainer:
         if len(parts) > 1:
             self._keep()
         advantages = group_advantages(batch.rewards, batch.valid, batch.group_ids, estimator=settings.advantage).float()
+        began = host().monotonic()
         old = self._old_logprobs(batch, parts) if len(parts) > 1 else None
+        self._phases["reference_logprob"] += host().monotonic() - began if len(parts) > 1 else 0.0
         limits = {"cap": settings.rho_max, "clip_low": settings.clip_low, "clip_high": settings.clip_high}
         diagnostics = {rank: DiagnosticsAccumulator(**limits, device=self.policy.device) for rank in self._ranks.here}
         updates = []
@@ -201,7 +207,9 @@ class Trainer:
             if not update.finite:
                 self._put_back(order_before, updated=position > 0)
                 return f"minibatch {position + 1} of {len(parts)}: loss {update.loss}, gradient norm {update.grad_norm}"
-        metrics |= self._ranks.merge(list(diagnostics.values())).result()
+        merged = self._ranks.merge(list(diagnostics.values()))
+        metrics |= merged.result()
+        show_ratios(merged, metrics)
         metrics |= {
             "loss": sum(update.loss for update in updates) / len(updates),
             "grad_norm": max(update.grad_norm for update in updates),
@@ -259,13 +267,17 @@ class Trainer:
                     loss += self._backward(part, advantages[micro], of_old, of_group, denominators, diagnostics[rank])
             return loss
 
+        began = host().monotonic()
         loss = self._ranks.sum(list(self.policy.model.parameters()), share)
+        done = host().monotonic()
+        self._phases["forward_backward"] += done - began
         parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip))
         update = _Update(loss, norm)
         if update.finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._phases["optimizer"] += host().monotonic() - done
         return update
 
     def _backward(

@@ -21,13 +21,15 @@ from typing import Any, cast
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, DisconnectionError, IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool, QueuePool
 
 from rollbook.core.errors import ConfigError, LedgerLocked, RollbookError, StorageFull, Unavailable, UnsafeStorage
+from rollbook.core.host import host
 from rollbook.core.ports import Clock
 from rollbook.core.security import check_url, read_secret
+from rollbook.observe import metrics
 from rollbook.observe.failpoints import failpoint
 
 SQLITE_FIXED = (3, 51, 3)
@@ -135,6 +137,20 @@ def is_conflict(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def error_class(error: BaseException | None) -> str:
+    """The word of the metrics for what went wrong with a transaction; ``connection`` where it is nothing more special."""
+    while error is not None:
+        state = getattr(getattr(error, "orig", None), "sqlstate", None)
+        if state in ("40001", "40P01"):
+            return "serialization" if state == "40001" else "deadlock"
+        if (state or "").startswith("23") or isinstance(error, IntegrityError):
+            return "constraint"
+        if state in ("57014", "25P03", "55P03") or "locked" in str(getattr(error, "orig", "")):
+            return "timeout"
+        error = error.__cause__
+    return "connection"
 
 
 class Database:
@@ -305,10 +321,13 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[sa.Connection]:
         """A read-only connection with one consistent snapshot. Raises Unavailable when the database does not answer."""
+        began = host().monotonic()
         try:
             with self.reader.connect() as conn, conn.begin():
                 yield conn
+            metrics.TRANSACTION_DURATION_SECONDS.labels("read").observe(host().monotonic() - began)
         except SQLAlchemyError as error:
+            metrics.TRANSACTION_ERRORS_TOTAL.labels("read", error_class(error)).inc()
             if (core := translate(error)) is not None:
                 raise core from error
             raise
@@ -327,6 +346,12 @@ class Database:
         dead = "SELECT coalesce(sum(n_dead_tup), 0)::bigint FROM pg_stat_user_tables"
         found = {"oldest_xmin_age": age, "dead_tuples": dead}
         return {name: int(conn.exec_driver_sql(query).scalar_one()) for name, query in found.items()}
+
+    def size_bytes(self, conn: sa.Connection) -> int:
+        """Pages of the SQLite file, or the PostgreSQL database, its log not included."""
+        if not self.is_sqlite:
+            return int(conn.exec_driver_sql("SELECT pg_database_size(current_database())").scalar_one())
+        return int(conn.exec_driver_sql("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size").scalar_one())
 
     def insert_rows(self, conn: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
         """Insert many rows with the same columns.

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
 from rollbook.core.survival import UNKNOWN
 from rollbook.ledger import schema as t
 
+N = TypeVar("N", int, float)
+
 OF_GROUPS = (t.plan_item, t.payload, t.sample, t.verdict, t.slot, t.prompt_group, t.tool_call, t.failure, t.lease)
 """Tables whose rows go with their group. ``event`` has its own age."""
-SUMMED = ("verdicts", "events", "members")
+SUMMED = ("verdicts", "events", "members", "figures")
 """Totals by name; the other ones are lists of rows, of which the last number counts or numbers add up by their key."""
 TASKS_SHOWN = 16
 UNNAMED, OTHER = "unnamed", "other"
@@ -56,7 +58,8 @@ def add_totals(a: Mapping[str, Any], b: Mapping[str, Any], buckets: Mapping[str,
     return out
 
 
-def sum_by_name(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+def sum_by_name(a: Mapping[str, N], b: Mapping[str, N]) -> dict[str, N]:
+    """Numbers of the same name added up."""
     return {name: a.get(name, 0) + b.get(name, 0) for name in sorted({*a, *b})}
 
 

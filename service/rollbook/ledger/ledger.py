@@ -1,8 +1,8 @@
 """``Ledger``: the ``LedgerPort`` in SQL. One method = one verb = one transaction.
 
 Owns construction and closing; the verbs stand in one file per noun (roles, feeding, failing, leasing, submitting, planning,
-publishing, forking, tools, status, survival), each a class on top of the one before. Never speaks gRPC. Upholds P1-P8 through
-them.
+publishing, forking, tools, status, survival, reading), each a class on top of the one before. Never speaks gRPC. Upholds P1-P8
+through them.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Ledger(Roles, Retaining):
         self._payload_bytes_max = payload_bytes_max
         self._attach_lock = threading.Lock()
         self._news_lock = host().condition()
+        self._reading_lock = threading.Lock()
         self._bell = Bell()
         self._desk = Desk(self._bell, self._look_at_line)
         self._newest_asked = {}

@@ -39,6 +39,12 @@ _RENEW = (
 class Presence(Failing):
     """Verbs of the workers that say who is there."""
 
+    _n_renewed: int = 0
+
+    def renewals(self) -> int:
+        """Leases that heartbeats have renewed since this server was started."""
+        return self._n_renewed
+
     def register_worker(self, incarnation: str, host: str, engine: str, labels_json: str = "{}") -> None:
         """Make the incarnation known. Idempotent: by incarnation."""
         if not incarnation:
@@ -124,6 +130,7 @@ class Presence(Failing):
             txn.conn.execute(_RENEW, {
                 "this_run": self.run.run_id, "this_worker": incarnation, "keys": owned, "expires": expires_us,
             })  # fmt: skip
+            self._n_renewed += len(owned)
         if lost:
             s = t.sample.c
             delivered = sa.select(s.ordinal, s.sibling).where(

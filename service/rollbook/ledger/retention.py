@@ -24,7 +24,8 @@ from rollbook.core.settings import RetentionConfig
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import Kept, load_kept
 from rollbook.ledger.expired import OF_GROUPS, add_totals, in_range, load_totals
-from rollbook.ledger.survival import Survival, named_buckets
+from rollbook.ledger.reading import AGAIN, Reading
+from rollbook.ledger.survival import named_buckets
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
 
@@ -37,7 +38,7 @@ BATCHES_MAX = 10_000
 DELETING, GONE = "deleting", "gone"
 
 
-class Retaining(Survival):
+class Retaining(Reading):
     """What the server does about old rows."""
 
     def expire(self, retention: RetentionConfig | None = None) -> dict[str, int]:
@@ -246,8 +247,9 @@ class Retaining(Survival):
         e, run_id = t.event.c, self.run.run_id
         old = (e.ordinal < self._kept.low_watermark, e.at_us < txn.now_us - int(self._retention.events_s * 1e6))
         rows = txn.conn.execute(
-            sa.select(e.seq, e.kind).where(e.run_id == run_id, *old).order_by(e.ordinal).limit(self._retention.batch_rows)
-        ).all()
+            sa.select(e.seq, e.kind, e.token).where(e.run_id == run_id, *old)
+            .order_by(e.ordinal).limit(self._retention.batch_rows)
+        ).all()  # fmt: skip
         if not rows:
             return 0
         for part in _parts([row.seq for row in rows]):
@@ -255,7 +257,9 @@ class Retaining(Survival):
         kinds: dict[str, int] = {}
         for row in rows:
             kinds[row.kind] = kinds.get(row.kind, 0) + 1
-        totals = add_totals(load_totals(txn.conn, run_id), {"events": kinds}, named_buckets())
+        again = sum(row.kind == "lease_granted" and row.token > 1 for row in rows)
+        more = {"events": kinds, "figures": {AGAIN: again}}
+        totals = add_totals(load_totals(txn.conn, run_id), more, named_buckets())
         here = t.retention.c.run_id == run_id
         txn.conn.execute(sa.update(t.retention).where(here).values(totals_json=json.dumps(totals, sort_keys=True)))
         return len(rows)

@@ -12,7 +12,7 @@ prompt at the same time, without the slot itself, so that a slot's own reward do
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -60,13 +60,9 @@ class Survival(Status):
         """Opened slots by dimension and bucket; keys as ``LedgerPort.survival`` lists them."""
         with self._read() as conn:
             run_id = self.run.run_id
-            kept = self._totals_of(conn, load_kept(conn, run_id).low_watermark, None)
+            kept = Survival._totals_of(self, conn, load_kept(conn, run_id).low_watermark, None)
             all_of_it = add_totals(load_totals(conn, run_id), kept, named_buckets())
-            return {
-                **_totals(all_of_it["dimensions"]["length"]),
-                "dimensions": all_of_it["dimensions"],
-                "failures": all_of_it["failures"],
-                "outcomes": all_of_it["outcomes"],
+            return survival_of(all_of_it) | {
                 "breaker": self._breaker_events(conn),
                 "unsafe_workers": self._unsafe_workers(conn),
             }
@@ -99,7 +95,8 @@ class Survival(Status):
             sa.select(
                 t.failure.c.ordinal, t.failure.c.sibling, sa.func.max(t.failure.c.n_tokens).label("n_tokens"),
                 sa.func.max(t.failure.c.generate_s + t.failure.c.verify_s).label("seconds"),
-            ).where(t.failure.c.run_id == run_id).group_by(t.failure.c.ordinal, t.failure.c.sibling).subquery("failed")
+            ).where(t.failure.c.run_id == run_id, *_between(t.failure.c, first, end_ordinal))
+            .group_by(t.failure.c.ordinal, t.failure.c.sibling).subquery("failed")
         )  # fmt: skip
         end = sa.case(
             (sa.and_(i.ordinal.is_not(None), ~i.valid), NO_REWARD),
@@ -121,8 +118,8 @@ class Survival(Status):
             .outerjoin(t.plan_item, sa.and_(same_slot(i), self._along(i.lineage, i.step, self._newest_lineage())))
             .outerjoin(t.plan_outcome, sa.and_(o.run_id == run_id, o.lineage == i.lineage, o.step == i.step))
             .outerjoin(f, sa.and_(f.c.ordinal == e.ordinal, f.c.sibling == e.sibling))
-            # Every slot's first lease, and only that.
-            .where(e.run_id == run_id, e.kind == "lease_granted", e.token == 1, *_between(e, first, end_ordinal))
+            # Every slot's first lease, and only that. By the plain kind SQLite would walk through the leases of all groups.
+            .where(e.run_id == run_id, e.kind.concat("") == "lease_granted", e.token == 1, *_between(e, first, end_ordinal))
             .subquery("opened")
         )  # fmt: skip
 
@@ -214,6 +211,12 @@ class Survival(Status):
             .limit(WORKERS_LOOKED_AT)
         )
         return sum(_is_unsafe(labels_json) for (labels_json,) in rows)
+
+
+def survival_of(totals: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``survival`` says of totals."""
+    rows = {name: totals[name] for name in ("dimensions", "failures", "outcomes")}
+    return _totals(totals["dimensions"]["length"]) | rows
 
 
 def named_buckets() -> dict[str, Sequence[str]]:

@@ -24,7 +24,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook.core.errors import DeadlineExceeded, RollbookError, ServerFenced, StorageFull, Unavailable
 from rollbook.core.host import host
-from rollbook.ledger.dialects import Database, is_conflict, translate
+from rollbook.ledger.dialects import Database, error_class, is_conflict, translate
+from rollbook.observe import metrics
 from rollbook.observe.failpoints import FailpointRaised, failpoint
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ class Writer:
                     self._fail(group, error)
                     return
                 self.conflicts += 1
+                metrics.TRANSACTION_ERRORS_TOTAL.labels("write", error_class(error)).inc()
                 log.info("run again after a conflict: %s", error, extra={"event": "conflict_retried", "attempt": attempt + 1})
                 self._drop_connection()
                 host().sleep(CONFLICT_WAIT_S * 2**attempt)
@@ -179,6 +181,7 @@ class Writer:
         """One attempt at the whole group, COMMIT included; ``failed`` gets the operations that refused by themselves."""
         done: list[_Done] = []
         conn = self._connection()
+        began = host().monotonic()
         conn.begin()
         now_us = self.guard(conn)
         for batch in _merge(group):
@@ -186,6 +189,7 @@ class Writer:
         failpoint("ledger.before_commit")
         self._commit(conn, bool(done))
         failpoint("ledger.after_commit")
+        metrics.TRANSACTION_DURATION_SECONDS.labels("write").observe(host().monotonic() - began)
         return done
 
     def _answer(self, done: list[_Done], failed: list[tuple[_Operation, BaseException]]) -> None:
@@ -249,6 +253,7 @@ class Writer:
             core = error
         else:
             core = _of_the_storage(error) or error
+        metrics.TRANSACTION_ERRORS_TOTAL.labels("write", error_class(error)).inc()
         log.warning("a group of %d operations was not acknowledged: %s", len(group), core, extra={"event": "commit_failed"})
         self._drop_connection()
         if isinstance(core, ServerFenced):

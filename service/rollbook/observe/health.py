@@ -20,7 +20,7 @@ from typing import Any
 
 from rollbook.core.errors import ConfigError
 from rollbook.core.host import host
-from rollbook.observe.ledger_metrics import LOOPBACK
+from rollbook.observe.exporter import LOOPBACK
 from rollbook.observe.progress import Bounds, Reporter, Seen, State
 
 log = logging.getLogger(__name__)

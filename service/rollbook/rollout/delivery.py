@@ -23,7 +23,7 @@ from rollbook.core.records import (
     SubmitOutcome,
     SubmitResult,
 )
-from rollbook.observe import progress
+from rollbook.observe import metrics, progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.spool import Spool
 
@@ -145,6 +145,7 @@ class Delivery:
 
     def _note(self, submission: Submission, result: SubmitResult) -> None:
         self.outcomes[result.outcome] += 1
+        metrics.WORKER_SUBMISSIONS_TOTAL.labels(result.outcome.value).inc()
         if result.outcome not in _DURABLE:
             log.warning(
                 "sample not accepted",

@@ -16,6 +16,7 @@ from rollbook.core.errors import RollbookError
 from rollbook.core.host import host
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import LeaseGrant, PolicyVersion, SlotKey
+from rollbook.observe import metrics
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +70,14 @@ class Heartbeat:
         with self._lock:
             for grant in grants:
                 self._held[grant.key] = _Held(grant.token, grant.ttl_s, asked_at, asked_at)
+            metrics.WORKER_SLOTS_IN_HAND.set(len(self._held))
 
     def release(self, grants: Sequence[LeaseGrant]) -> None:
         """Stop renewing these leases."""
         with self._lock:
             for grant in grants:
                 self._held.pop(grant.key, None)
+            metrics.WORKER_SLOTS_IN_HAND.set(len(self._held))
 
     def usable(self, grant: LeaseGrant) -> bool:
         """True while the lease may be worked under: not lost, and confirmed within 80 % of its TTL."""
@@ -129,6 +132,7 @@ class Heartbeat:
             self._incarnation, loaded, listed, wait_s=wait_s, known_version=known.version if known else -1
         )
         self._answered_at = sent_at
+        metrics.WORKER_HEARTBEAT_TIMESTAMP_SECONDS.labels("actor").set(host().time())
         lost = set(reply.lost)
         with self._lock:
             self._head = reply.head or self._head

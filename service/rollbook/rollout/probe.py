@@ -16,6 +16,7 @@ from rollbook.core.errors import DigestMismatch, NotReady, StaleWeights
 from rollbook.core.host import host
 from rollbook.core.ports import Engine
 from rollbook.core.records import PolicyVersion
+from rollbook.observe import metrics
 from rollbook.observe.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,12 @@ def load_verified(engine: Engine, version: PolicyVersion, run_dir: str, toleranc
 
     Raises: NotReady (its bytes are missing), DigestMismatch, StaleWeights.
     """
+    with metrics.failed_syncs():
+        _load_verified(engine, version, Path(run_dir) / version.path, tolerance)
+
+
+def _load_verified(engine: Engine, version: PolicyVersion, directory: Path, tolerance: float) -> None:
     started = host().monotonic()
-    directory = Path(run_dir) / version.path
     try:
         digest = engine.load(str(directory), version.version)
     except (DigestMismatch, OSError) as error:
@@ -69,7 +74,11 @@ def load_verified(engine: Engine, version: PolicyVersion, run_dir: str, toleranc
             f"{version.digest[:16]}; the bytes changed after publishing"
         )
     failpoint("worker.load.before_proof")
+    loaded = host().monotonic()
     gap = check_probe(engine, version.probe_json, tolerance)
+    metrics.WEIGHT_SYNC_DURATION_SECONDS.labels("load").observe(loaded - started)
+    metrics.WEIGHT_SYNC_DURATION_SECONDS.labels("verify").observe(host().monotonic() - loaded)
+    metrics.WEIGHT_SYNC_BYTES_TOTAL.labels("files").inc(version.n_bytes)
     log.info(
         "loaded version",
         extra={"event": "version_loaded", "version": f"{version.lineage}.{version.version}", "digest": digest[:12],

@@ -24,7 +24,7 @@ from rollbook.core.errors import ConfigError, NotReady, RollbookError, StaleWeig
 from rollbook.core.packing import pack_f32, pack_i32
 from rollbook.core.ports import Generation, GenerationRequest, SamplingSettings
 from rollbook.core.records import FinishReason, Trajectory
-from rollbook.observe import progress
+from rollbook.observe import metrics, progress
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.model_files import ModelFiles, check_requests, check_shapes, tokens_bound
 from rollbook.rollout.weights import read_weights, weights_digest
@@ -96,7 +96,8 @@ class VllmEngine:
         }  # fmt: skip
         if worker.device == "cuda":
             self._settings["gpu_memory_utilization"] = worker.gpu_memory_fraction
-        self._llm = vllm.LLM(model=str(files.path), **self._settings)
+        counting = {"disable_log_stats": not metrics.is_shown("worker")}  # its own metrics cost time, and change no number
+        self._llm = vllm.LLM(model=str(files.path), **(self._settings | counting))
         self._llm.llm_engine.step = _marking(self._llm.llm_engine.step)
         self._params = vllm.SamplingParams
         # One object per request instead of one per token, where the version has it.

@@ -30,10 +30,12 @@ from rollbook.core.records import (
     PolicyVersion,
     RewardStatus,
     ScheduleKind,
+    SlotKey,
     Submission,
 )
 from rollbook.core.statuses import ENGINE_FAILED
-from rollbook.observe import progress
+from rollbook.observe import metrics, progress
+from rollbook.observe.devices import WORKER_CLOCK
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.delivery import Delivery, repeat_call
 from rollbook.rollout.engines import make_engine
@@ -133,6 +135,8 @@ class _Worker:
     leases_asked: int = 0
     sequence: int = 0
     in_hand: list[LeaseGrant] = field(default_factory=list)
+    taken_at: dict[SlotKey, float] = field(default_factory=dict)
+    """When the leases in hand were asked for."""
     refused: list[FailureReport] = field(default_factory=list)
     sampling: SamplingSettings = field(init=False)
     vocab_size: int = field(init=False)
@@ -196,7 +200,8 @@ class _Worker:
         self._set_loaded(None)
         progress.mark(progress.State.LOADING)
         try:
-            load_verified(self.engine, version, self.config.run.dir, self.kind.probe_tolerance)
+            with WORKER_CLOCK.busy("weight_sync"):
+                load_verified(self.engine, version, self.config.run.dir, self.kind.probe_tolerance)
         except NotReady as error:
             now = host().monotonic()
             self.missing_since = self.missing_since or now
@@ -210,15 +215,17 @@ class _Worker:
         self.missing_since = None
         failpoint("worker.load.after_proof")
         self._set_loaded(version)
+        metrics.recovered("actor")
 
     def _set_loaded(self, version: PolicyVersion | None) -> None:
         self.loaded = version
         self.beat.set_loaded(version)
+        metrics.WORKER_POLICY_VERSION.labels("actor").set(-1 if version is None else version.version)
         progress.ready(version is not None, "no version of the policy is loaded", check=self.beat.wrong)
 
     def _work(self, grants: Sequence[LeaseGrant], asked_at: float) -> None:
         """Bring a batch of leased slots to samples or failures; while tools keep it waiting, more slots join it."""
-        self.in_hand = []
+        self.in_hand, self.taken_at = [], {}
         episodes = self._episodes()
         try:
             self._take(grants, asked_at, episodes)
@@ -229,7 +236,9 @@ class _Worker:
                 if outcomes:
                     progress.mark(progress.State.WAITING)
                 self.refused = []
+                began = host().monotonic()
                 self.delivery.deliver([o for o in outcomes if isinstance(o, Submission)])
+                self._observe(finished, began)
                 self.delivery.report([o for o in outcomes if isinstance(o, FailureReport)])
                 self.beat.release([f.grant for f in finished])
                 if outcomes:
@@ -244,6 +253,16 @@ class _Worker:
             said = {"generate_s": round(episodes.generated_s, 3), "waited_s": round(episodes.waited_s, 3)}
             log.info("episodes done", extra={"event": "episodes_done", **said})
 
+    def _observe(self, finished: Sequence[Finished], sent_at: float) -> None:
+        """How long these rollouts took, by stage, as of now, when the ledger has answered."""
+        now = host().monotonic()
+        for f in finished:
+            metrics.WORKER_TOKENS_TOTAL.inc(f.trajectory.n_tokens)
+            total_s = now - self.taken_at.get(f.grant.key, sent_at)
+            stages = {"generate": f.generate_s, "reward": f.verify_s, "commit": now - sent_at, "total": total_s}
+            for stage, seconds in stages.items():
+                metrics.ROLLOUT_DURATION_SECONDS.labels(stage).observe(seconds, metrics.exemplar())
+
     def _episodes(self) -> Episodes:
         assert self.loaded is not None
         version = self.loaded.version
@@ -256,6 +275,7 @@ class _Worker:
     def _take(self, grants: Sequence[LeaseGrant], asked_at: float, episodes: Episodes) -> None:
         """Hold these leases, note them, and begin their episodes; what cannot be generated is reported."""
         self.in_hand += grants
+        self.taken_at |= {grant.key: asked_at for grant in grants}
         self.beat.hold(grants, asked_at)
         failpoint("worker.before_note")
         self.note.write(self.incarnation, self.in_hand)
@@ -299,7 +319,8 @@ class _Worker:
 
     def _generate(self, requests: list[GenerationRequest]) -> list[Generation]:
         try:
-            return self.engine.generate(requests, self.sampling)
+            with WORKER_CLOCK.busy():
+                return self.engine.generate(requests, self.sampling)
         except Exception as error:
             # The process ends with this error; the slots are freed at once instead of after their TTL.
             reason = f"{ENGINE_FAILED}{type(error).__name__}: {error}"[:500]

@@ -102,6 +102,21 @@ def read_orders(run_dir: Path) -> dict:
     return _table(run_dir / "supervisor" / "orders.json")
 
 
+def note_restart(run_dir: Path, pool: str, reason: str) -> None:
+    """Count a death that is answered with a restart; the counts go on over supervisors. One writer: who holds the lock."""
+    counts = _table(run_dir / "supervisor" / "restarts.json")
+    name = f"{pool}/{reason}"
+    counts[name] = int(counts.get(name, 0)) + 1
+    with contextlib.suppress(OSError):
+        _replace(run_dir / "supervisor" / "restarts.json", counts)
+
+
+def read_restarts(run_dir: Path) -> dict[tuple[str, str], int]:
+    """Deaths that were answered with a restart, by pool and reason."""
+    found = {tuple(name.split("/", 1)): n for name, n in _table(run_dir / "supervisor" / "restarts.json").items()}
+    return {(key[0], key[1]): int(n) for key, n in found.items() if len(key) == 2 and isinstance(n, int)}
+
+
 def waiting_lines(state: Mapping) -> list[str]:
     """For a person: which roles of a run that goes on have no place, and why; at most a second old."""
     waiting = state.get("waiting") if state.get("outcome") == RUNNING else None

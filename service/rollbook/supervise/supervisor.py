@@ -38,6 +38,9 @@ POLL_S = 0.05
 HANG_S_MIN = 30.0
 """A ledger server that lives and answers nothing is killed after two of its terms, but not before this time."""
 LOGS_EVERY_S = 10.0
+HUNG = "killed as hung"
+POOL_OF = {WORKER: "actor"}
+"""Pools of the metrics, where they are not called like the role."""
 
 
 def worker_list(config: Config) -> list[WorkerConfig]:
@@ -234,7 +237,7 @@ class Supervisor:
         if child.goes():
             self._backend.release(child.name)
             return
-        self._on_death(child, f"killed as hung: {hung}" if hung else cause or how(code) + unasked, code)
+        self._on_death(child, f"{HUNG}: {hung}" if hung else cause or how(code) + unasked, code)
 
     def _start(self, child: Child) -> None:
         child.log_offset, child.is_placed, child.oom_kills = logs.size(child.log), False, oom_kills()
@@ -279,6 +282,7 @@ class Supervisor:
                 f"{self.config.supervisor.restarts_max} allows no further restart; first cause: {child.policy.first_cause}\n"
                 f"(the whole log: {child.log}; the same command goes on from the last checkpoint)"
             )
+        control.note_restart(self.dir, POOL_OF.get(child.kind, child.kind), restart_reason(how, code))
         self._emit(f"{child.name} died ({how}); starting it again in {wait:.1f} s")
         child.restart_at = now + wait
 
@@ -370,6 +374,15 @@ def how(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def restart_reason(how: str, code: int | None) -> str:
+    """The word of the metrics for a death: hung, out of memory, told to stop by somebody else, or anything else."""
+    if how.startswith(HUNG):
+        return "heartbeat_lost"
+    if "want of memory" in how:
+        return "oom"
+    return "preempted" if code in (EXIT_STOPPED, -signal.SIGTERM) else "crash"
 
 
 def _refusal(said: str) -> str:
