@@ -27,6 +27,8 @@ class RunConfig:
     health_port: int = 0
     """First port on loopback for ``/livez``, ``/readyz`` and ``/progressz`` of the roles: the ledger server's, then the feeder's,
     the learner's, and one for each worker in order; 0 = off. A role command's ``--health-port`` goes before it."""
+    log_format: str = "text"
+    """``text``, or ``json`` for one object per line; people at a terminal get text. ``ROLLBOOK_LOG`` goes before it."""
 
 
 @dataclass(frozen=True, slots=True)

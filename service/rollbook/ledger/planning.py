@@ -382,7 +382,8 @@ class Planning(Submitting):
                         f"payload of slot {item.key} has digest {found[:12]}, the plan of step {step} recorded "
                         f"{item.payload_digest[:12]}; the storage is damaged, restore the ledger from a backup"
                     )
-                yield SampleData(item.key, row.prompt_ids, stored_trajectory(row), row.reward, item.payload_digest)
+                trace = row.traceparent or ""
+                yield SampleData(item.key, row.prompt_ids, stored_trajectory(row), row.reward, item.payload_digest, trace)
 
     @again_on_conflict
     def sample(self, key: SlotKey) -> SampleData:
@@ -442,6 +443,10 @@ STORED = (
     .join(t.prompt_group, sa.and_(_G.run_id == _S.run_id, _G.ordinal == _S.ordinal))
 )
 """Samples with their bytes."""
-PAYLOADS = STORED.where(
+_T = t.slot.c
+_TRACED = STORED.add_columns(_T.traceparent).join(
+    t.slot, sa.and_(_T.run_id == _S.run_id, _T.ordinal == _S.ordinal, _T.sibling == _S.sibling), isouter=True
+)
+PAYLOADS = _TRACED.where(
     _S.run_id == sa.bindparam("run_id"), sa.tuple_(_S.ordinal, _S.sibling).in_(sa.bindparam("keys", expanding=True))
 )

@@ -33,7 +33,8 @@ from rollbook.core.records import (
     Submission,
 )
 from rollbook.core.statuses import ENGINE_FAILED
-from rollbook.observe import progress
+from rollbook.observe import log as logs
+from rollbook.observe import progress, tracing
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.delivery import Delivery, repeat_call
 from rollbook.rollout.engines import make_engine
@@ -196,7 +197,8 @@ class _Worker:
         self._set_loaded(None)
         progress.mark(progress.State.LOADING)
         try:
-            load_verified(self.engine, version, self.config.run.dir, self.kind.probe_tolerance)
+            with tracing.span("weight_update", attributes={"version": version.version, "digest": version.digest[:12]}):
+                load_verified(self.engine, version, self.config.run.dir, self.kind.probe_tolerance)
         except NotReady as error:
             now = host().monotonic()
             self.missing_since = self.missing_since or now
@@ -213,6 +215,7 @@ class _Worker:
 
     def _set_loaded(self, version: PolicyVersion | None) -> None:
         self.loaded = version
+        logs.bind(policy_version=None if version is None else version.version)
         self.beat.set_loaded(version)
         progress.ready(version is not None, "no version of the policy is loaded", check=self.beat.wrong)
 
@@ -336,6 +339,7 @@ class _Worker:
             verify_s=f.verify_s,
             evidence_json=json.dumps(f.evidence),
             blame=result.blame,
+            traceparent=f.grant.traceparent,
         )
 
     def _failure(self, grant: LeaseGrant, status: RewardStatus, blame: Blame, reason: str) -> FailureReport:
