@@ -40,6 +40,8 @@ _SECRETS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 """Variables that may hold a key of the collector."""
 
 _active: Pipeline | None = None
+_dropped_before = 0
+"""By pipelines that are closed."""
 
 
 class Span:
@@ -114,10 +116,11 @@ def wanted(environ: Mapping[str, str]) -> str:
 
 def close(bound_s: float = 2.0) -> None:
     """Send what waits, for at most ``bound_s``, and trace no more."""
-    global _active
+    global _active, _dropped_before
     pipeline, _active = _active, None
     if pipeline is not None:
         pipeline.close(bound_s)
+        _dropped_before += pipeline.dropped()
 
 
 def use(pipeline: Pipeline | None) -> None:
@@ -133,7 +136,7 @@ def enabled() -> bool:
 
 def dropped() -> int:
     """Spans of this process that were made and never accepted by a collector (``telemetry_dropped_total{signal="traces"}``)."""
-    return 0 if _active is None else _active.dropped()
+    return _dropped_before + (0 if _active is None else _active.dropped())
 
 
 def span(
