@@ -10,8 +10,6 @@ import pytest
 from otlp_receiver import Received, receiver
 from run_support import TinyRun
 
-PATIENCE_S = 900.0
-
 
 def test_a_rollout_is_one_trace_whoever_dies_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with receiver() as collector:

@@ -178,13 +178,13 @@ def test_links_are_capped_and_their_number_is_said(n: int, linked: int) -> None:
 
 
 def test_tracing_draws_from_no_global_generator() -> None:
-    with receiver() as collector, sending(collector.endpoint):
+    with receiver() as collector, sending(collector.endpoint, timeout_s="60"):
         random.seed(5)
         before = random.getstate()
         with tracing.span("a"):
             pass
         [span.end() for span in tracing.issue("demo", 0, 3)]
-        tracing.close()
+        tracing.close(60.0)
         assert random.getstate() == before, "the learner's generators are part of its checkpoint"
         assert len(collector.spans()) == 4
 
@@ -203,10 +203,10 @@ def sending(endpoint: str, timeout_s: str = "1", queue: str = "64") -> Iterator[
 
 def test_spans_reach_a_collector_with_what_made_them() -> None:
     before = tracing.dropped()
-    with receiver() as collector, sending(collector.endpoint):
+    with receiver() as collector, sending(collector.endpoint, timeout_s="60"):
         with tracing.span("step"):
             pass
-        tracing.close()
+        tracing.close(60.0)
         (span,) = collector.spans()
         said = {"rollbook.run": "demo", "service.instance.id": "worker-0", "service.name": "rollbook-worker"}
         assert said.items() <= span.resource.items() and tracing.dropped() == before

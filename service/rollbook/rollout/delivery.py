@@ -132,7 +132,11 @@ class Delivery:
         failpoint("worker.submit.after_answer")
         kept_out: list[FailureReport] = []
         for submission, result in zip(submissions, results, strict=True):
-            self._note(submission, result, began)
+            self._note(submission, result)
+            tracing.record(
+                "submit", submission.traceparent, began, failed="" if result.outcome in _DURABLE else result.outcome.value,
+                slot=str(submission.key), worker=submission.incarnation, outcome=result.outcome.value,
+            )  # fmt: skip
             if result.outcome is SubmitOutcome.INVALID:
                 kept_out.append(_failure(submission, result.reason))
                 if keep_invalid:
@@ -144,12 +148,8 @@ class Delivery:
         self._spool.set_aside(submission, reason)
         self.report([_failure(submission, reason)])
 
-    def _note(self, submission: Submission, result: SubmitResult, began: float) -> None:
+    def _note(self, submission: Submission, result: SubmitResult) -> None:
         self.outcomes[result.outcome] += 1
-        tracing.record(
-            "submit", submission.traceparent, began, failed="" if result.outcome in _DURABLE else result.outcome.value,
-            slot=str(submission.key), worker=submission.incarnation, outcome=result.outcome.value,
-        )  # fmt: skip
         if result.outcome not in _DURABLE:
             log.warning(
                 "sample not accepted",
