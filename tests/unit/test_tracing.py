@@ -142,7 +142,7 @@ def test_what_a_parent_has_decided_is_obeyed_whatever_this_process_samples(monke
 def test_a_finished_span_has_the_times_it_was_measured_with() -> None:
     with traced() as kept:
         now = host().monotonic()
-        tracing.record("generate", PARENT, now - 3.0, now - 1.0, failed="timeout", slot="1.0")
+        tracing.record("generate", PARENT, now - 3.0, now - 1.0, failed="timeout", attributes={"slot": "1.0"})
         span = kept.only("generate")
         assert (span.end_time - span.start_time) / 1e9 == pytest.approx(2.0, abs=1e-3)
         assert not span.status.is_ok and (span.attributes or {})["slot"] == "1.0"
@@ -228,7 +228,7 @@ def test_a_collector_that_is_of_no_use_costs_its_spans_and_nothing_else(useless:
 
         def work() -> None:
             for i in range(n):
-                tracing.record("generate", PARENT, 0.0, i=i)
+                tracing.record("generate", PARENT, 0.0, attributes={"i": i})
             done.set()
 
         host().thread(work, "work").start()

@@ -311,7 +311,7 @@ class Leasing(Presence):
         entries = [(k, token, attempt) for k, token, attempt, _ in granted]
         slots = self._slots(txn.conn, entries)
         if tracing.enabled():
-            traces = [
+            traces: list[tuple[str, str, dict[str, tracing.Value]]] = [
                 (slots[k].traceparent, tracing.of_attempt(slots[k].traceparent, token),
                  {"slot": str(k), "attempt": attempt, "token": token, "worker": incarnation, "version": version.version})
                 for k, token, attempt in entries if slots[k].traceparent

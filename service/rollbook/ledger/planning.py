@@ -436,17 +436,14 @@ def _judged(s: Any) -> sa.ColumnElement[bool]:
     return sa.exists().where(v.run_id == s.run_id, v.ordinal == s.ordinal, v.sibling == s.sibling)
 
 
-_S, _P, _G = t.sample.c, t.payload.c, t.prompt_group.c
+_S, _P, _G, _T = t.sample.c, t.payload.c, t.prompt_group.c, t.slot.c
 STORED = (
-    sa.select(t.sample, _P.token_ids, _P.logprobs, _P.versions, _P.loss_mask, _P.evidence_json, _G.prompt_ids)
+    sa.select(t.sample, _P.token_ids, _P.logprobs, _P.versions, _P.loss_mask, _P.evidence_json, _G.prompt_ids, _T.traceparent)
     .join(t.payload, sa.and_(_P.run_id == _S.run_id, _P.ordinal == _S.ordinal, _P.sibling == _S.sibling))
     .join(t.prompt_group, sa.and_(_G.run_id == _S.run_id, _G.ordinal == _S.ordinal))
+    .outerjoin(t.slot, sa.and_(_T.run_id == _S.run_id, _T.ordinal == _S.ordinal, _T.sibling == _S.sibling))
 )
 """Samples with their bytes."""
-_T = t.slot.c
-_TRACED = STORED.add_columns(_T.traceparent).join(
-    t.slot, sa.and_(_T.run_id == _S.run_id, _T.ordinal == _S.ordinal, _T.sibling == _S.sibling), isouter=True
-)
-PAYLOADS = _TRACED.where(
+PAYLOADS = STORED.where(
     _S.run_id == sa.bindparam("run_id"), sa.tuple_(_S.ordinal, _S.sibling).in_(sa.bindparam("keys", expanding=True))
 )

@@ -175,11 +175,11 @@ def of_attempt(traceparent: str | None, token: int) -> str:
     return _with_span(traceparent, hashlib.blake2b(f"{traceparent[:52]}/{token}".encode(), digest_size=8).hexdigest())
 
 
-def record_attempts(leases: Sequence[tuple[str, str, Mapping[str, Value]]]) -> None:
+def record_attempts(leases: Sequence[tuple[str, str, dict[str, Value]]]) -> None:
     """The span ``lease`` of each (slot's context, context ``of_attempt``, attributes), as of now."""
     now = host().monotonic()
     for parent, own, attributes in leases:
-        record("lease", parent, now, now, span_id=span_id(own), **attributes)
+        record("lease", parent, now, now, span_id=span_id(own), attributes=attributes)
 
 
 def link(traceparents: Sequence[str]) -> None:
@@ -194,8 +194,9 @@ def within(parent: str) -> Span:
 
 
 def record(
-    name: str, parent: str, began: float, ended: float | None = None, *, failed: str = "", span_id: str = "", **attributes: Value
-) -> None:
+    name: str, parent: str, began: float, ended: float | None = None, *, attributes: Mapping[str, Value] | None = None,
+    failed: str = "", span_id: str = "",
+) -> None:  # fmt: skip
     """A span that is over, from readings of ``host().monotonic()``. Nothing where ``parent`` is not sampled.
 
     Args:
@@ -203,7 +204,7 @@ def record(
         span_id: 16 hexadecimal digits, where the id must be known to others before.
     """
     if _active is not None and is_sampled(parent):
-        _active.record(name, parent, began, ended, failed, span_id, attributes)
+        _active.record(name, parent, began, ended, failed, span_id, attributes or {})
 
 
 def current() -> str:

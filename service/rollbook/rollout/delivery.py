@@ -135,7 +135,9 @@ class Delivery:
             self._note(submission, result)
             tracing.record(
                 "submit", submission.traceparent, began, failed="" if result.outcome in _DURABLE else result.outcome.value,
-                slot=str(submission.key), worker=submission.incarnation, outcome=result.outcome.value,
+                attributes={
+                    "slot": str(submission.key), "worker": submission.incarnation, "outcome": result.outcome.value,
+                },
             )  # fmt: skip
             if result.outcome is SubmitOutcome.INVALID:
                 kept_out.append(_failure(submission, result.reason))

@@ -125,9 +125,8 @@ class _Live:
         """A span of this attempt that ends now."""
         grant = self.grant
         if grant.traceparent:
-            tracing.record(
-                name, grant.traceparent, began, failed=failed, slot=str(grant.key), attempt=grant.attempt, **attributes
-            )
+            attributes |= {"slot": str(grant.key), "attempt": grant.attempt}
+            tracing.record(name, grant.traceparent, began, failed=failed, attributes=attributes)
 
     def earlier(self, tool: str) -> list[tuple[ToolRequest, ToolReply]]:
         return [(t.request, t.reply) for t in self.turns if t.request and t.reply and t.request.tool == tool]

@@ -133,9 +133,12 @@ def _outcome(span: tracing.Span, context: grpc.ServicerContext) -> None:
     """Status and error class, as the guard has set them on the call."""
     code = context.code()
     if code is None or code is grpc.StatusCode.OK or code == 0:
-        span.set(**{"rpc.grpc.status_code": 0, "outcome": "ok"})
+        fine: dict[str, tracing.Value] = {"rpc.grpc.status_code": 0, "outcome": "ok"}
+        span.set(**fine)
         return
     said = dict(context.trailing_metadata() or ())
     name = str(getattr(code, "name", code))
-    span.set(**{"rpc.grpc.status_code": code.value[0] if isinstance(code, grpc.StatusCode) else 2, "status": name})
+    number = int(code.value[0]) if isinstance(code, grpc.StatusCode) else 2
+    attributes: dict[str, tracing.Value] = {"rpc.grpc.status_code": number, "status": name}
+    span.set(**attributes)
     span.fail(str(said.get(CLASS_KEY, name)))
