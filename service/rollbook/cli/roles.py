@@ -25,7 +25,7 @@ from rollbook.core.config import Config, with_worker
 from rollbook.core.errors import ConfigError
 from rollbook.core.host import incarnation
 from rollbook.core.security import FEEDER, LEARNER, WORKER, forget_tokens
-from rollbook.observe import failpoints, progress
+from rollbook.observe import failpoints, progress, tracing
 from rollbook.observe import log as logs
 from rollbook.observe.health import Health, HealthPage
 from rollbook.rpc.client import LedgerClient
@@ -71,6 +71,8 @@ def _whole(function: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
         except SystemExit as ended:
             log.error("a library ended this process with %r", ended.code, extra={"event": "ended_by_library"})
             return ended.code if isinstance(ended.code, int) and ended.code else EXIT_FAILED
+        finally:
+            tracing.close()
 
     return run
 
@@ -86,6 +88,9 @@ def _begin(role: str, args: argparse.Namespace) -> tuple[Config, threading.Event
     config = read_config(args)
     index = _index(role, args)
     name = f"{role}-{index}" if role == "worker" or index else role
+    logs.use_format(config.run.log_format)
+    logs.bind(run=config.run.id, **({"worker": name} if role == "worker" else {}))
+    tracing.configure(role, config.run.id, name)
     reporter = progress.open_reporter(name, progress.progress_file(config.run.dir, name) if supervised else None)
     _show_health(reporter, config, role, args)
     if role != "ledger":  # whose page begins when it holds the role

@@ -119,7 +119,7 @@ class Config:
 
 
 FREE = (
-    "run.dir", "run.chaos_allowed", "run.health_port", "run.metrics_port", "model.path", "task.path",
+    "run.dir", "run.chaos_allowed", "run.health_port", "run.metrics_port", "run.log_format", "model.path", "task.path",
     "task.heldout_path", "learner.on_divergence",
     "learner.fork_tolerance", "learner.keep_orphans", "learner.rank_timeout_s", "checkpoint.", "retention.", "supervisor.",
     "chaos", "security", "cluster.",

@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "ledger.late_submit": ("salvage", "strict"),
     "cluster.workers": ("config", "fill"),
     "ledger.straggler": ("wait", "drop"),
+    "run.log_format": ("text", "json"),
     "task.source": ("jsonl", "parquet", "reasoning_gym", "environment"),
     "sandbox.backend": ("auto", "zygote", "bubblewrap", "landlock", "unsafe"),
     "learner.objective": (

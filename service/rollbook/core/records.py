@@ -130,6 +130,8 @@ class GroupSpec:
     n_siblings: int
     refills: int | None = None
     """Ordinal of the dropped group this one replaces (R5)."""
+    traceparents: tuple[str, ...] = ()
+    """W3C trace context of each slot's rollout, by sibling; empty when tracing is off. No part of what an append means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,7 @@ class LeaseGrant:
     version: int
     version_digest: str
     traceparent: str = ""
+    """W3C trace context of this lease: the trace of its rollout, the same for every attempt; empty where nothing is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +236,8 @@ class Submission:
     """What the verifier saw, the reward's parts, the sandbox's limits and usage."""
     blame: Blame | None = None
     """Whose failure the outcome was; None where nothing failed."""
+    traceparent: str = ""
+    """The lease's; no part of what the submission means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +332,8 @@ class SampleData:
     trajectory: Trajectory
     reward: float | None
     payload_digest: str
+    traceparent: str = ""
+    """W3C trace context of its rollout; empty where that was not traced."""
 
 
 @dataclass(frozen=True, slots=True)

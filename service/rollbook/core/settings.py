@@ -30,6 +30,8 @@ class RunConfig:
     metrics_port: int = -1
     """First port on loopback for ``/metrics`` of the roles, counted as for ``health_port``; 0 = a free one for each, -1 = none.
     Each process announces its address in the run directory; the ledger server's ``/sd`` lists the living ones for Prometheus."""
+    log_format: str = "text"
+    """``text``, or ``json`` for one object per line; people at a terminal get text. ``ROLLBOOK_LOG`` goes before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ from rollbook.learner.revisions import Revisions
 from rollbook.learner.role import HeldRole, acquire, holding
 from rollbook.learner.showing import show_checkpoint, show_phases, show_replayed, show_step, timed_checkpoint
 from rollbook.learner.trainer import StepResult, Trainer
-from rollbook.observe import progress
+from rollbook.observe import log as logs
+from rollbook.observe import progress, tracing
 from rollbook.observe.failpoints import failpoint
 from rollbook.observe.metrics import recovered
 
@@ -140,6 +141,11 @@ class Learner:
 
     def advance(self, plan: Plan) -> None:
         """Train one plan to its published version and, when due, its checkpoint."""
+        logs.bind(policy_version=plan.step)
+        with tracing.span("step", attributes={"run": self.config.run.id, "lineage": plan.lineage, "step": plan.step}):
+            self._advance(plan)
+
+    def _advance(self, plan: Plan) -> None:
         began = host().monotonic()
         progress.mark(progress.State.TRAINING)
         result = self.train(plan)
@@ -191,12 +197,15 @@ class Learner:
 
     def _train(self, plan: Plan) -> StepResult:
         started = host().monotonic()
-        samples = list(self.client.payloads(plan.lineage, plan.step))
+        with tracing.span("fetch"):
+            samples = list(self.client.payloads(plan.lineage, plan.step))
         lag_max = self.trainer.config.rules().max_lag_versions  # of the plan's revision, which the bound of today may not judge
         failpoint("learner.after_fetch")
         batch = collate(plan, samples, vocab_size=self.trainer.policy.vocab_size, max_lag_versions=lag_max)
         seconds_fetch = host().monotonic() - started
-        result = self.trainer.train_step(batch)
+        tracing.link([sample.traceparent for sample in samples])
+        with tracing.span("train"):
+            result = self.trainer.train_step(batch)
         failpoint("learner.after_step")
         result.metrics.update(
             seconds_plan_wait=self.seconds_waited, seconds_fetch=seconds_fetch, seconds_publish_before=self.seconds_published,
@@ -226,7 +235,8 @@ class Learner:
         recorded = self.recorded.get(plan.step)
         self.role.check()
         if recorded is None:
-            digest = self.publisher.publish(self.lineage, plan.step).digest
+            with tracing.span("weight_publish", attributes={"version": plan.step}):
+                digest = self.publisher.publish(self.lineage, plan.step).digest
         else:
             digest = self.publisher.digest()
             if digest != recorded.digest:
@@ -243,9 +253,10 @@ class Learner:
         progress.mark(progress.State.SAVING)
         started = host().monotonic()
         self.trainer.note(cursor=self.client.cursor(TASK_STREAM))
-        with timed_checkpoint("snapshot"):
-            state = self.trainer.state_dict()
-        saved = self.checkpoints.save(state)
+        with tracing.span("checkpoint", attributes={"step": self.step}):
+            with timed_checkpoint("snapshot"):
+                state = self.trainer.state_dict()
+            saved = self.checkpoints.save(state)
         head = max([self.step, *self.recorded])
         lag_max = self.config.rules().max_lag_versions
         deleted = self.publisher.retain(self.lineage, head, lag_max, self.checkpoints.steps())

@@ -30,6 +30,7 @@ from rollbook.ledger.base import storable
 from rollbook.ledger.breaker import SILENT, is_silent, silent_failure
 from rollbook.ledger.poison import Poison
 from rollbook.ledger.writer import Txn
+from rollbook.observe import tracing
 from rollbook.observe.failpoints import failpoint
 
 REPORTS_MAX = 4096
@@ -277,8 +278,11 @@ class Failing(Poison):
         if refill:
             failpoint("ledger.verdict.before_refill")
             ordinal = self._next_ordinal(txn.conn, self.run.run_id)
-            spec = GroupSpec(ordinal, group.prompt_ids, group.task_json, group.n_siblings, refills=group.ordinal)
+            traces = tracing.issue(self.run.run_id, ordinal, group.n_siblings, refills=group.ordinal)
+            spec = GroupSpec(ordinal, group.prompt_ids, group.task_json, group.n_siblings, refills=group.ordinal,
+                             traceparents=tuple(trace.traceparent for trace in traces))  # fmt: skip
             self._insert_groups(txn, group.stream, [spec])
+            txn.after_commit += [trace.end for trace in traces]
             self._advance_cursors(txn, ordinal + 1)
             self._event(txn, "group_refilled", SlotKey(ordinal, -1), refills=group.ordinal)
         self._raise_watermark(txn)

@@ -20,6 +20,7 @@ from rollbook.ledger import schema as t
 from rollbook.ledger.base import LedgerBase, again_on_conflict, load_kept
 from rollbook.ledger.writer import Txn
 from rollbook.observe.failpoints import failpoint
+from rollbook.observe.tracing import is_traceparent
 
 GROUPS_MAX = 10_000
 """Most groups of one append."""
@@ -142,11 +143,12 @@ class Feeding(LedgerBase):
             txn.conn,
             t.slot,
             [
-                {"run_id": run_id, "ordinal": g.ordinal, "sibling": s, "seed": sample_seed(seed, SlotKey(g.ordinal, s))}
+                {"run_id": run_id, "ordinal": g.ordinal, "sibling": s, "seed": sample_seed(seed, SlotKey(g.ordinal, s)),
+                 "traceparent": g.traceparents[s] if g.traceparents else None}
                 for g in groups
                 for s in range(g.n_siblings)
             ],
-        )
+        )  # fmt: skip
 
     @again_on_conflict
     def feed_demand(self, lookahead_groups: int) -> int:
@@ -223,6 +225,8 @@ def _check_append(before: Cursor, after: Cursor, groups: Sequence[GroupSpec]) ->
             raise InvalidRequest(f"group {g.ordinal}: n_siblings = {g.n_siblings}: must be between 1 and {SIBLINGS_MAX}")
         if not g.prompt_ids or len(g.prompt_ids) % 4 or min(unpack_i32(g.prompt_ids)) < 0:
             raise InvalidRequest(f"group {g.ordinal}: needs a prompt of whole int32 token ids, none of them negative")
+        if g.traceparents and (len(g.traceparents) != g.n_siblings or not all(map(is_traceparent, g.traceparents))):
+            raise InvalidRequest(f"group {g.ordinal}: give a W3C traceparent of version 00 for every slot, or none at all")
         if g.refills is not None:
             raise InvalidRequest(f"group {g.ordinal}: refills are issued by the ledger, not by the feeder")
     if (n_slots := sum(g.n_siblings for g in groups)) > SLOTS_MAX:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -23,6 +23,7 @@ from rollbook.ledger.desk import NOTHING, Answer, Desk, LeaseCall
 from rollbook.ledger.poison import Offer
 from rollbook.ledger.presence import Presence
 from rollbook.ledger.writer import Txn
+from rollbook.observe import tracing
 from rollbook.observe.failpoints import failpoint
 
 LEASE_SLOTS_MAX = 4096
@@ -308,25 +309,33 @@ class Leasing(Presence):
         failpoint("ledger.lease.before_commit")
         txn.after_commit.append(lambda: failpoint("ledger.lease.after_commit"))
         entries = [(k, token, attempt) for k, token, attempt, _ in granted]
-        return LeaseReply(self._grants(txn.conn, entries, version), None, 0.0)
+        slots = self._slots(txn.conn, entries)
+        if tracing.enabled():
+            traces: list[tuple[str, str, dict[str, tracing.Value]]] = [
+                (slots[k].traceparent, tracing.of_attempt(slots[k].traceparent, token),
+                 {"slot": str(k), "attempt": attempt, "token": token, "worker": incarnation, "version": version.version})
+                for k, token, attempt in entries if slots[k].traceparent
+            ]  # fmt: skip
+            txn.after_commit.append(lambda: tracing.record_attempts(traces))
+        return LeaseReply(self._grants(txn.conn, entries, slots, version), None, 0.0)
+
+    def _slots(self, conn: sa.Connection, entries: Sequence[tuple[SlotKey, int, int]]) -> dict[tuple[int, int], Any]:
+        keys, columns = [(k.ordinal, k.sibling) for k, _, _ in entries], ("ordinal", "sibling", "seed", "traceparent")
+        rows = self._database.rows_by_slot(conn, t.slot, columns, self.run.run_id, keys)
+        return {(row.ordinal, row.sibling): row for row in rows}
 
     def _grants(
-        self, conn: sa.Connection, entries: Iterable[tuple[SlotKey, int, int]], version: PolicyVersion
-    ) -> tuple[LeaseGrant, ...]:
-        entries = list(entries)
+        self, conn: sa.Connection, entries: Sequence[tuple[SlotKey, int, int]], slots: dict[tuple[int, int], Any],
+        version: PolicyVersion,
+    ) -> tuple[LeaseGrant, ...]:  # fmt: skip
         where = {"run_id": self.run.run_id, "ordinals": sorted({k.ordinal for k, _, _ in entries})}
         groups = {r.ordinal: r for r in conn.execute(_GROUPS, where)}
-        seeds = {
-            (r.ordinal, r.sibling): r.seed
-            for r in self._database.rows_by_slot(
-                conn, t.slot, ("ordinal", "sibling", "seed"), self.run.run_id, [(k.ordinal, k.sibling) for k, _, _ in entries]
-            )
-        }
         return tuple(
             LeaseGrant(
-                key=k, token=token, attempt=attempt, ttl_s=self.rules.lease_ttl_s, seed=seeds[k],
+                key=k, token=token, attempt=attempt, ttl_s=self.rules.lease_ttl_s, seed=slots[k].seed,
                 prompt_ids=groups[k.ordinal].prompt_ids, task_json=groups[k.ordinal].task_json,
                 lineage=version.lineage, version=version.version, version_digest=version.digest,
+                traceparent=tracing.of_attempt(slots[k].traceparent, token),
             )  # fmt: skip
             for k, token, attempt in entries
         )
@@ -364,7 +373,8 @@ class Leasing(Presence):
         version = self._version_exactly(conn, rows[0][4], rows[0][5])
         if version is None:
             return None
-        return LeaseReply(self._grants(conn, [(SlotKey(r[0], r[1]), r[2], r[3]) for r in rows], version), None, 0.0)
+        entries = [(SlotKey(r[0], r[1]), r[2], r[3]) for r in rows]
+        return LeaseReply(self._grants(conn, entries, self._slots(conn, entries), version), None, 0.0)
 
 
 def _has_loaded(loaded: PolicyVersion | None, wanted: PolicyVersion) -> bool:

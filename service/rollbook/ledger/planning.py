@@ -382,7 +382,8 @@ class Planning(Submitting):
                         f"payload of slot {item.key} has digest {found[:12]}, the plan of step {step} recorded "
                         f"{item.payload_digest[:12]}; the storage is damaged, restore the ledger from a backup"
                     )
-                yield SampleData(item.key, row.prompt_ids, stored_trajectory(row), row.reward, item.payload_digest)
+                trace = row.traceparent or ""
+                yield SampleData(item.key, row.prompt_ids, stored_trajectory(row), row.reward, item.payload_digest, trace)
 
     @again_on_conflict
     def sample(self, key: SlotKey) -> SampleData:
@@ -435,11 +436,12 @@ def _judged(s: Any) -> sa.ColumnElement[bool]:
     return sa.exists().where(v.run_id == s.run_id, v.ordinal == s.ordinal, v.sibling == s.sibling)
 
 
-_S, _P, _G = t.sample.c, t.payload.c, t.prompt_group.c
+_S, _P, _G, _T = t.sample.c, t.payload.c, t.prompt_group.c, t.slot.c
 STORED = (
-    sa.select(t.sample, _P.token_ids, _P.logprobs, _P.versions, _P.loss_mask, _P.evidence_json, _G.prompt_ids)
+    sa.select(t.sample, _P.token_ids, _P.logprobs, _P.versions, _P.loss_mask, _P.evidence_json, _G.prompt_ids, _T.traceparent)
     .join(t.payload, sa.and_(_P.run_id == _S.run_id, _P.ordinal == _S.ordinal, _P.sibling == _S.sibling))
     .join(t.prompt_group, sa.and_(_G.run_id == _S.run_id, _G.ordinal == _S.ordinal))
+    .outerjoin(t.slot, sa.and_(_T.run_id == _S.run_id, _T.ordinal == _S.ordinal, _T.sibling == _S.sibling))
 )
 """Samples with their bytes."""
 PAYLOADS = STORED.where(

@@ -189,6 +189,7 @@ slot = _table(
     *_slot(),
     _int("seed"),
     CheckConstraint("ordinal >= 0 AND sibling >= 0", name="ranges"),
+    Column("traceparent", String(55)),
     key=("ordinal", "sibling"),
     small=True,
 )

@@ -20,6 +20,7 @@ from rollbook.ledger import schema as t
 from rollbook.ledger.base import Kept, again_on_conflict, load_kept, pairs
 from rollbook.ledger.expired import add_rows, load_totals, range_sums, sum_by_name
 from rollbook.ledger.tools import Tools
+from rollbook.observe.tracing import is_sampled, trace_id
 
 RATE_WINDOW_S = 60
 WORKERS_SHOWN = 256
@@ -300,13 +301,11 @@ class Status(Tools):
         Returns scalars for a summary and ``history``: entries with ``at_s``, ``what`` and the ids that matter.
         Raises: UnknownSlot, Expired.
         """
-        run_id, slot, g = self.run.run_id, t.slot.c, t.prompt_group.c
+        run_id, g = self.run.run_id, t.prompt_group.c
         self._refuse_expired(key.ordinal)
         with self._read() as conn:
-            seed = conn.execute(
-                sa.select(slot.seed).where(slot.run_id == run_id, slot.ordinal == key.ordinal, slot.sibling == key.sibling)
-            ).scalar_one_or_none()
-            if seed is None:
+            slot = self._row(conn, t.slot, key)
+            if slot is None:
                 last = self._next_ordinal(conn, run_id) - 1
                 raise UnknownSlot(f"run {run_id!r} has no sample {key}; ordinals go from 0 to {last}")
             group = conn.execute(sa.select(t.prompt_group).where(g.run_id == run_id, g.ordinal == key.ordinal)).one()
@@ -314,8 +313,9 @@ class Status(Tools):
                 sa.select(g.ordinal).where(g.run_id == run_id, g.refills == key.ordinal)
             ).scalar_one_or_none()
             story: dict[str, Any] = {
-                "sample_id": str(key), "run_id": run_id, "state": "pending", "seed": seed, "stream": group.stream,
+                "sample_id": str(key), "run_id": run_id, "state": "pending", "seed": slot.seed, "stream": group.stream,
                 "task": group.task_json, "siblings": group.n_siblings, "refills": group.refills, "refilled_by": refilled_by,
+                "trace_id": trace_id(slot.traceparent) or None, "trace_sampled": is_sampled(slot.traceparent),
             }  # fmt: skip
             history = [(group.issued_at_us, {"what": "issued", "ordinal": key.ordinal})]
             history += self._event_history(conn, key)

@@ -1,7 +1,11 @@
-"""Structured logs: human-readable lines on a terminal, JSON lines elsewhere when asked for.
+"""Structured logs on standard error: lines for people, or one JSON object per line for machines.
 
-Owns the format. Never decides levels per module. Every record may carry ``extra={"event": ..., ...}``; events are stable
-snake_case names. ``ROLLBOOK_LOG=json`` switches the format.
+Owns the formats. Never decides levels per module and never knows a secret: what is logged are events and ids. Every record may
+carry ``extra={"event": ..., ...}``; events are stable snake_case names. JSON has ``ts`` (RFC 3339, UTC), ``level``, ``event``,
+``message``, ``logger``, then what the process is (``run``, ``component``, ``worker``, ``policy_version``; see ``bind``), the
+``extra`` fields of the record, and ``trace_id`` and ``span_id`` where it was written inside a span.
+
+``ROLLBOOK_LOG`` (``json``, ``text``) decides; else ``run.log_format``, whose JSON is not for a terminal.
 """
 
 from __future__ import annotations
@@ -10,8 +14,14 @@ import json
 import logging
 import os
 import sys
+from datetime import UTC, datetime
 
+from rollbook.observe import tracing
+
+FORMATS = ("text", "json")
 _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+_bound: dict[str, object] = {}
+_handler: logging.StreamHandler | None = None
 
 
 class _Text(logging.Formatter):
@@ -23,9 +33,15 @@ class _Text(logging.Formatter):
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        out: dict[str, object] = {"at": record.created, "level": record.levelname.lower(), "logger": record.name}
-        out["message"] = record.getMessage()
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        out: dict[str, object] = {"ts": at, "level": record.levelname.lower(), "event": "", "message": record.getMessage()}
+        out["logger"] = record.name
+        out.update(_bound)
         out.update({k: v for k, v in record.__dict__.items() if k not in _STANDARD})
+        if not out["event"]:
+            del out["event"]
+        if context := tracing.current():
+            out |= {"trace_id": tracing.trace_id(context), "span_id": tracing.span_id(context)}
         if record.exc_info:
             out["exception"] = self.formatException(record.exc_info)
         return json.dumps(out, default=str)
@@ -33,9 +49,31 @@ class _Json(logging.Formatter):
 
 def configure(role: str, level: str = "INFO") -> None:
     """Send this process's logs to standard error, marked with its role."""
-    handler = logging.StreamHandler(sys.stderr)
-    if os.environ.get("ROLLBOOK_LOG") == "json":
-        handler.setFormatter(_Json())
+    global _handler
+    _bound.clear()
+    _bound["component"] = role
+    _handler = logging.StreamHandler(sys.stderr)
+    use_format("")
+    logging.basicConfig(level=level, handlers=[_handler], force=True)
+
+
+def use_format(wanted: str) -> None:
+    """Write in this format from now on, unless the environment names another; text for a terminal.
+
+    Args:
+        wanted: ``run.log_format``, or empty before the configuration is read.
+    """
+    if _handler is None:
+        return
+    said = os.environ.get("ROLLBOOK_LOG", "")
+    at_terminal = _handler.stream.isatty()
+    chosen = said if said in FORMATS else "json" if wanted == "json" and not at_terminal else "text"
+    if chosen == "json":
+        _handler.setFormatter(_Json())
     else:
-        handler.setFormatter(_Text(f"%(asctime)s %(levelname)-7s {role:<8} %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+        _handler.setFormatter(_Text(f"%(asctime)s %(levelname)-7s {_bound['component']:<8} %(message)s"))
+
+
+def bind(**fields: object) -> None:
+    """Fields of every further JSON line of this process (``run``, ``worker``, ``policy_version``)."""
+    _bound.update(fields)

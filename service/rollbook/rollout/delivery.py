@@ -23,7 +23,7 @@ from rollbook.core.records import (
     SubmitOutcome,
     SubmitResult,
 )
-from rollbook.observe import metrics, progress
+from rollbook.observe import metrics, progress, tracing
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.spool import Spool
 
@@ -117,6 +117,7 @@ class Delivery:
         ``keep_invalid`` keeps the files of samples that can never be accepted: an earlier process made them, maybe for a
         ledger that has since been restored from an older copy.
         """
+        began = host().monotonic()
         try:
             results = repeat_call(lambda: self._client.submit_samples(submissions), self._stop)
         except WrongRun:
@@ -132,6 +133,12 @@ class Delivery:
         kept_out: list[FailureReport] = []
         for submission, result in zip(submissions, results, strict=True):
             self._note(submission, result)
+            tracing.record(
+                "submit", submission.traceparent, began, failed="" if result.outcome in _DURABLE else result.outcome.value,
+                attributes={
+                    "slot": str(submission.key), "worker": submission.incarnation, "outcome": result.outcome.value,
+                },
+            )  # fmt: skip
             if result.outcome is SubmitOutcome.INVALID:
                 kept_out.append(_failure(submission, result.reason))
                 if keep_invalid:

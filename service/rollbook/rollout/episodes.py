@@ -33,6 +33,7 @@ from rollbook.core.records import (
     ToolCall,
     Trajectory,
 )
+from rollbook.observe import tracing
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.journal import Journal, reply_from_json, reply_to_json
 from rollbook.tasks.turns import TurnCodec
@@ -119,6 +120,13 @@ class _Live:
 
     def asked(self, future: Future[Any]) -> None:
         self.future, self.since = future, host().monotonic()
+
+    def traced(self, name: str, began: float, *, failed: str = "", **attributes: tracing.Value) -> None:
+        """A span of this attempt that ends now."""
+        grant = self.grant
+        if grant.traceparent:
+            attributes |= {"slot": str(grant.key), "attempt": grant.attempt}
+            tracing.record(name, grant.traceparent, began, failed=failed, attributes=attributes)
 
     def earlier(self, tool: str) -> list[tuple[ToolRequest, ToolReply]]:
         return [(t.request, t.reply) for t in self.turns if t.request and t.reply and t.request.tool == tool]
@@ -212,6 +220,8 @@ class Episodes:
         for episode, generation in zip(ready, generations, strict=True):
             episode.generate_s += took / len(ready)
             t = generation.trajectory
+            episode.traced("generate", started, turn=len(episode.turns), tokens=t.n_tokens, version=episode.grant.version,
+                           batch=len(ready), finish_reason=generation.finish_reason.value)  # fmt: skip
             episode.extend(list(unpack_i32(t.token_ids)), t.logprobs, t.versions, True)
             self._turn_over(episode, generation)
 
@@ -241,7 +251,8 @@ class Episodes:
         call = ToolCall(episode.grant.key, index, digest("tool", text), episode.trajectory(), request.tool, text)
         failpoint("worker.tool.before_record")
         try:
-            stored = self.journal.record(call, episode.grant)
+            with tracing.within(episode.grant.traceparent):
+                stored = self.journal.record(call, episode.grant)
         except Fenced:
             self._live.remove(episode)  # somebody else has the slot
             return
@@ -270,9 +281,12 @@ class Episodes:
         spent = host().monotonic() - episode.since
         episode.future = episode.call = None
         if call is None:
+            episode.traced("reward", episode.since, failed="" if answer.value is not None else answer.status.value)
             self._end(episode, answer, verify_s=spent)
             return
         episode.tool_s += spent
+        episode.traced("tool_call", episode.since, tool=call.tool, call_index=call.call_index,
+                       failed=answer.sandbox_status.value if answer.failed else "")  # fmt: skip
         failpoint("worker.tool.after_call")
         if answer.failed:
             # A repetition would run an impure call twice; its slot can never be filled.
@@ -284,7 +298,8 @@ class Episodes:
             )
             return
         try:
-            stored = self.journal.record(dataclasses.replace(call, response_json=reply_to_json(answer)), episode.grant)
+            with tracing.within(episode.grant.traceparent):
+                stored = self.journal.record(dataclasses.replace(call, response_json=reply_to_json(answer)), episode.grant)
         except Fenced:
             self._live.remove(episode)
             return

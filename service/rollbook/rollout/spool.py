@@ -41,6 +41,7 @@ def encode(run_id: str, submission: Submission) -> bytes:
         "sandbox_status": submission.sandbox_status.value,
         "finish_reason": submission.finish_reason.value,
         "blame": submission.blame.value if submission.blame else None,
+        "traceparent": submission.traceparent,
         "array_bytes": [len(array) for array in arrays],
     }
     packed = json.dumps(header).encode()
@@ -69,6 +70,7 @@ def decode(data: bytes) -> tuple[str, Submission]:
         sandbox_status=SandboxStatus(header["sandbox_status"]),
         finish_reason=FinishReason(header["finish_reason"]),
         blame=Blame(blame) if (blame := header.get("blame")) else None,  # files of older workers have none
+        traceparent=header.get("traceparent", ""),
         **{name: header[name] for name in _PLAIN},
     )
     return header["run_id"], submission

@@ -34,7 +34,8 @@ from rollbook.core.records import (
     Submission,
 )
 from rollbook.core.statuses import ENGINE_FAILED
-from rollbook.observe import metrics, progress
+from rollbook.observe import log as logs
+from rollbook.observe import metrics, progress, tracing
 from rollbook.observe.devices import WORKER_CLOCK
 from rollbook.observe.failpoints import failpoint
 from rollbook.rollout.delivery import Delivery, repeat_call
@@ -200,7 +201,10 @@ class _Worker:
         self._set_loaded(None)
         progress.mark(progress.State.LOADING)
         try:
-            with WORKER_CLOCK.busy("weight_sync"):
+            with (
+                WORKER_CLOCK.busy("weight_sync"),
+                tracing.span("weight_update", attributes={"version": version.version, "digest": version.digest[:12]}),
+            ):
                 load_verified(self.engine, version, self.config.run.dir, self.kind.probe_tolerance)
         except NotReady as error:
             now = host().monotonic()
@@ -219,6 +223,7 @@ class _Worker:
 
     def _set_loaded(self, version: PolicyVersion | None) -> None:
         self.loaded = version
+        logs.bind(policy_version=None if version is None else version.version)
         self.beat.set_loaded(version)
         metrics.WORKER_POLICY_VERSION.labels("actor").set(-1 if version is None else version.version)
         progress.ready(version is not None, "no version of the policy is loaded", check=self.beat.wrong)
@@ -357,6 +362,7 @@ class _Worker:
             verify_s=f.verify_s,
             evidence_json=json.dumps(f.evidence),
             blame=result.blame,
+            traceparent=f.grant.traceparent,
         )
 
     def _failure(self, grant: LeaseGrant, status: RewardStatus, blame: Blame, reason: str) -> FailureReport:

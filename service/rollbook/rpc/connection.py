@@ -19,10 +19,11 @@ from google.protobuf.message import Message
 
 from rollbook.core.errors import DeadlineExceeded, Overloaded, RollbookError, Standby, Unavailable
 from rollbook.core.ports import Clock
-from rollbook.observe import progress
+from rollbook.observe import progress, tracing
 from rollbook.observe.metrics import RPC_RETRIES_TOTAL
 from rollbook.rpc import status
 from rollbook.rpc.credentials import STRANGER, Access, Dial
+from rollbook.rpc.tracing import ClientSpans
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class Link:
         """Address that was listed first when this link was made."""
         self._sent = access.sent_to(address)
         self._channel = dial(address, _options(max_message_bytes))
-        self._stub = pb_grpc.LedgerServiceStub(self._channel)
+        spoken = grpc.intercept_channel(self._channel, ClientSpans()) if tracing.enabled() else self._channel
+        self._stub = pb_grpc.LedgerServiceStub(spoken)
         self._users = 0
         self._retired = False
 

@@ -158,12 +158,13 @@ def cursor(m: pb.Cursor) -> Cursor:
 
 def group_spec_message(r: GroupSpec) -> pb.GroupSpec:
     return pb.GroupSpec(
-        ordinal=r.ordinal, prompt_ids=r.prompt_ids, task_json=r.task_json, n_siblings=r.n_siblings, refills=r.refills
-    )
+        ordinal=r.ordinal, prompt_ids=r.prompt_ids, task_json=r.task_json, n_siblings=r.n_siblings, refills=r.refills,
+        traceparents=r.traceparents,
+    )  # fmt: skip
 
 
 def group_spec(m: pb.GroupSpec) -> GroupSpec:
-    return GroupSpec(m.ordinal, m.prompt_ids, m.task_json, m.n_siblings, _optional(m, "refills"))
+    return GroupSpec(m.ordinal, m.prompt_ids, m.task_json, m.n_siblings, _optional(m, "refills"), tuple(m.traceparents))
 
 
 def policy_version_message(r: PolicyVersion) -> pb.PolicyVersion:
@@ -241,6 +242,7 @@ def submission_message(r: Submission) -> pb.Submission:
         reward_status=enum_number(r.reward_status), sandbox_status=enum_number(r.sandbox_status),
         finish_reason=enum_number(r.finish_reason), generate_s=r.generate_s, verify_s=r.verify_s,
         evidence_json=r.evidence_json, blame=None if r.blame is None else enum_number(r.blame),
+        traceparent=r.traceparent,
     )  # fmt: skip
 
 
@@ -249,7 +251,7 @@ def submission(m: pb.Submission) -> Submission:
         slot_key(need(m, "key")), m.lease_token, m.incarnation, m.sequence, m.lineage, trajectory(need(m, "trajectory")),
         _optional(m, "reward"), enum_member(RewardStatus, m.reward_status), enum_member(SandboxStatus, m.sandbox_status),
         enum_member(FinishReason, m.finish_reason), m.generate_s, m.verify_s, m.evidence_json,
-        enum_member(Blame, m.blame) if m.HasField("blame") else None,
+        enum_member(Blame, m.blame) if m.HasField("blame") else None, m.traceparent,
     )  # fmt: skip
 
 
@@ -341,14 +343,15 @@ def plan(m: pb.Plan) -> Plan:
 def sample_data_message(r: SampleData) -> pb.SampleData:
     return pb.SampleData(
         key=slot_key_message(r.key), prompt_ids=r.prompt_ids, trajectory=trajectory_message(r.trajectory),
-        reward=r.reward, payload_digest=r.payload_digest,
+        reward=r.reward, payload_digest=r.payload_digest, traceparent=r.traceparent,
     )  # fmt: skip
 
 
 def sample_data(m: pb.SampleData) -> SampleData:
     return SampleData(
-        slot_key(need(m, "key")), m.prompt_ids, trajectory(need(m, "trajectory")), _optional(m, "reward"), m.payload_digest
-    )
+        slot_key(need(m, "key")), m.prompt_ids, trajectory(need(m, "trajectory")), _optional(m, "reward"), m.payload_digest,
+        m.traceparent,
+    )  # fmt: skip
 
 
 def checkpoint_message(r: Checkpoint) -> pb.Checkpoint:

@@ -27,14 +27,14 @@ from rollbook.rpc import status
 PACKAGE = "rollbook.v1"
 NAMES = frozenset(
     "run_id holder supersede incarnation stream request_id tool late_submit straggler digest config_digest manifest_digest "
-    "chain_digest request_digest accept".split()
+    "chain_digest request_digest accept traceparents".split()
 )
 """Ids and names, as wide as their columns."""
 LABELS = frozenset("path dir_name host engine".split())
 OBJECTS = frozenset("config_json manifest_json metrics_json probe_json labels_json state_json".split())
 """Texts that are read as JSON objects later."""
-CLEANED = frozenset("reason evidence_json".split())
-"""Texts that are cleaned where they are stored."""
+CLEANED = frozenset("reason evidence_json traceparent".split())
+"""Texts that are cleaned where they are stored, or not looked at."""
 ITEMS = frozenset(["Submission", "FailureReport"])
 """Messages that are answered one by one: only their names are bounded here."""
 NUMBERS = {

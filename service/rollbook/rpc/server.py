@@ -19,12 +19,14 @@ from rollbook.core.host import node_address
 from rollbook.core.ports import LedgerPort
 from rollbook.core.security import check_reach, load_grants
 from rollbook.core.settings import SecurityConfig
+from rollbook.observe import tracing
 from rollbook.rpc.credentials import server_credentials
 from rollbook.rpc.gate import Gate
 from rollbook.rpc.guard import SERVICE, Guard, Standing
 from rollbook.rpc.intake import Intake
 from rollbook.rpc.limits import OPEN_PER_THREAD, Clients, Overload, Pool, Refusals
 from rollbook.rpc.servicer import LedgerServicer
+from rollbook.rpc.tracing import ServerSpans
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
 CLEAR = SecurityConfig()
@@ -150,7 +152,7 @@ def serve(
     server = grpc.server(
         pool,
         interceptors=(
-            *outer, *interceptors, Intake(),
+            *outer, *interceptors, Intake(), *((ServerSpans(),) if tracing.enabled() else ()),
             Guard(
                 run_id, standing, Clients(security.calls_per_s_max, security.calls_open_max), gate.check_own if gate else None
             ),

@@ -43,7 +43,11 @@ KILL_S = 15.0
 """How long a host may take to kill its role before it is killed itself."""
 NODES_S = 1.0
 """How long an answer about the nodes is good."""
-CARRIED = ("PYTHONPATH", "HF_HUB_OFFLINE", "ROLLBOOK_FAILPOINTS", "ROLLBOOK_FAILPOINTS_ONCE_DIR")
+CARRIED = (
+    "PYTHONPATH", "HF_HUB_OFFLINE", "ROLLBOOK_FAILPOINTS", "ROLLBOOK_FAILPOINTS_ONCE_DIR", "ROLLBOOK_LOG",
+    "OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_SAMPLER",
+    "OTEL_TRACES_SAMPLER_ARG", "OTEL_SDK_DISABLED",
+)  # fmt: skip
 """Environment variables that roles get from where the run was started. No secret is among them: a node has its own."""
 
 

@@ -12,13 +12,14 @@ import logging
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from rollbook.core.config import Config
 from rollbook.core.errors import CursorMoved, NotReady, RoleHeld, RollbookError, TaskError, Unavailable
 from rollbook.core.host import host, incarnation, superseded
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import TASK_STREAM, Cursor, GroupSpec, Role, RoleTerm, ScheduleKind
-from rollbook.observe import progress
+from rollbook.observe import progress, tracing
 from rollbook.observe.failpoints import failpoint
 from rollbook.tasks.prompts import PromptEncoder, make_encoder, prompt_of
 from rollbook.tasks.sources import TaskSource, load_source
@@ -173,7 +174,12 @@ class Feeder:
         groups = [self._group(task, cursor.next_ordinal + i) for i, task in enumerate(drawn)]
         after = Cursor(cursor.stream, cursor.next_ordinal + len(groups), stream.state_json(), stream.exhausted)
         failpoint("feeder.before_append")
+        traces = [tracing.issue(self._config.run.id, g.ordinal, g.n_siblings) for g in groups]
+        if any(traces):
+            groups = [replace(g, traceparents=tuple(t.traceparent for t in ts)) for g, ts in zip(groups, traces, strict=True)]
         self._client.append_groups(term, cursor, after, groups)
+        for trace in chain.from_iterable(traces):
+            trace.end()
         failpoint("feeder.after_append")
         self._stream, self._state_json = stream, after.state_json
         log.info("appended groups %d to %d", groups[0].ordinal, groups[-1].ordinal,

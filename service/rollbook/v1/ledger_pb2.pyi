@@ -246,18 +246,20 @@ class Cursor(_message.Message):
     def __init__(self, stream: _Optional[str] = ..., next_ordinal: _Optional[int] = ..., state_json: _Optional[str] = ..., exhausted: bool = ...) -> None: ...
 
 class GroupSpec(_message.Message):
-    __slots__ = ("ordinal", "prompt_ids", "task_json", "n_siblings", "refills")
+    __slots__ = ("ordinal", "prompt_ids", "task_json", "n_siblings", "refills", "traceparents")
     ORDINAL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     TASK_JSON_FIELD_NUMBER: _ClassVar[int]
     N_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     REFILLS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
     ordinal: int
     prompt_ids: bytes
     task_json: str
     n_siblings: int
     refills: int
-    def __init__(self, ordinal: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., task_json: _Optional[str] = ..., n_siblings: _Optional[int] = ..., refills: _Optional[int] = ...) -> None: ...
+    traceparents: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ordinal: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., task_json: _Optional[str] = ..., n_siblings: _Optional[int] = ..., refills: _Optional[int] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PolicyVersion(_message.Message):
     __slots__ = ("lineage", "version", "digest", "path", "probe_json", "n_bytes")
@@ -346,7 +348,7 @@ class Trajectory(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("key", "lease_token", "incarnation", "sequence", "lineage", "trajectory", "reward", "reward_status", "sandbox_status", "finish_reason", "generate_s", "verify_s", "evidence_json", "blame")
+    __slots__ = ("key", "lease_token", "incarnation", "sequence", "lineage", "trajectory", "reward", "reward_status", "sandbox_status", "finish_reason", "generate_s", "verify_s", "evidence_json", "blame", "traceparent")
     KEY_FIELD_NUMBER: _ClassVar[int]
     LEASE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -361,6 +363,7 @@ class Submission(_message.Message):
     VERIFY_S_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_JSON_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     key: SlotKey
     lease_token: int
     incarnation: str
@@ -375,7 +378,8 @@ class Submission(_message.Message):
     verify_s: float
     evidence_json: str
     blame: Blame
-    def __init__(self, key: _Optional[_Union[SlotKey, _Mapping]] = ..., lease_token: _Optional[int] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., lineage: _Optional[int] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ..., reward: _Optional[float] = ..., reward_status: _Optional[_Union[RewardStatus, str]] = ..., sandbox_status: _Optional[_Union[SandboxStatus, str]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., generate_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., evidence_json: _Optional[str] = ..., blame: _Optional[_Union[Blame, str]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, key: _Optional[_Union[SlotKey, _Mapping]] = ..., lease_token: _Optional[int] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., lineage: _Optional[int] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ..., reward: _Optional[float] = ..., reward_status: _Optional[_Union[RewardStatus, str]] = ..., sandbox_status: _Optional[_Union[SandboxStatus, str]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., generate_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., evidence_json: _Optional[str] = ..., blame: _Optional[_Union[Blame, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class SubmitResult(_message.Message):
     __slots__ = ("key", "outcome", "reason")
@@ -490,18 +494,20 @@ class Plan(_message.Message):
     def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., revision: _Optional[int] = ..., items: _Optional[_Iterable[_Union[PlanItem, _Mapping]]] = ..., items_digest: _Optional[str] = ..., chain_digest: _Optional[str] = ..., outcome: _Optional[_Union[PlanOutcome, str]] = ..., reason: _Optional[str] = ..., obeys: _Optional[_Union[PlanOutcome, str]] = ...) -> None: ...
 
 class SampleData(_message.Message):
-    __slots__ = ("key", "prompt_ids", "trajectory", "reward", "payload_digest")
+    __slots__ = ("key", "prompt_ids", "trajectory", "reward", "payload_digest", "traceparent")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     key: SlotKey
     prompt_ids: bytes
     trajectory: Trajectory
     reward: float
     payload_digest: str
-    def __init__(self, key: _Optional[_Union[SlotKey, _Mapping]] = ..., prompt_ids: _Optional[bytes] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ..., reward: _Optional[float] = ..., payload_digest: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, key: _Optional[_Union[SlotKey, _Mapping]] = ..., prompt_ids: _Optional[bytes] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ..., reward: _Optional[float] = ..., payload_digest: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("lineage", "step", "dir_name", "manifest_digest", "chain_digest", "state")

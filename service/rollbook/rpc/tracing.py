@@ -1,0 +1,144 @@
+"""Spans of calls, on both sides: W3C ``traceparent`` as metadata, method, status and outcome as attributes.
+
+Owns the two interceptors; placed only where the process traces. Never touches a message. Health checks, reflection and
+heartbeats have no spans: they say the same every few seconds and would outnumber the work.
+Source: OpenTelemetry semantic conventions for RPC spans (rpc.system, rpc.service, rpc.method, rpc.grpc.status_code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from rollbook.observe import tracing
+from rollbook.rpc.guard import SERVICE
+from rollbook.rpc.status import CLASS_KEY
+
+KEY = "traceparent"
+QUIET = ("Heartbeat", "RenewRole")
+"""Methods that keep something alive."""
+
+
+def method_of(path: str) -> str:
+    """Method of a call that gets a span; empty for one that gets none."""
+    service, _, method = path.lstrip("/").partition("/")
+    return method if service == SERVICE and method not in QUIET else ""
+
+
+def _attributes(method: str) -> dict[str, tracing.Value]:
+    return {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": method}
+
+
+class ClientSpans(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """A span for each attempt at a call; it ends with the answer, or with the stream of them."""
+
+    def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        return self._call(continuation, details, request)
+
+    def intercept_unary_stream(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        return self._call(continuation, details, request)
+
+    def _call(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        method = method_of(details.method)
+        if not method or not tracing.enabled():
+            return continuation(details, request)
+        span = tracing.span(f"{SERVICE}/{method}", kind="client", attributes=_attributes(method))
+        call = continuation(_with(details, span.traceparent), request)
+        call.add_done_callback(lambda ended: _end(span, ended))
+        return call
+
+
+def _end(span: tracing.Span, call: Any) -> None:
+    code = call.code()
+    name = code.name if code is not None else "UNKNOWN"
+    span.set(**{"rpc.grpc.status_code": code.value[0] if code is not None else 2, "status": name})
+    if code is not grpc.StatusCode.OK:
+        said = dict(call.trailing_metadata() or ())
+        span.fail(str(said.get(CLASS_KEY, name)))
+    else:
+        span.set(outcome="ok")
+    span.end()
+
+
+class _Details(grpc.ClientCallDetails):
+    """A call's details with other metadata."""
+
+    def __init__(self, of: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+        self.method, self.timeout, self.credentials = of.method, of.timeout, of.credentials
+        self.wait_for_ready, self.compression = of.wait_for_ready, of.compression
+        self.metadata = metadata
+
+
+def _with(details: Any, traceparent: str) -> _Details:
+    return _Details(details, (*(details.metadata or ()), (KEY, traceparent)))
+
+
+class ServerSpans(grpc.ServerInterceptor):
+    """A span for each call, a part of the caller's trace where that sent one."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        path = handler_call_details.method
+        method = method_of(path)
+        if not method:
+            return continuation(handler_call_details)
+        if path not in self._wrapped:
+            handler = continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._wrapped[path] = _wrap(method, handler)
+        return self._wrapped[path]
+
+
+def _wrap(method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    attributes, name = _attributes(method), f"{SERVICE}/{method}"
+
+    def span_of(context: grpc.ServicerContext) -> tracing.Span:
+        sent = next((value for key, value in context.invocation_metadata() or () if key == KEY), "")
+        parent = sent if isinstance(sent, str) and tracing.is_traceparent(sent) else ""
+        return tracing.span(name, parent=parent, kind="server", attributes=attributes)
+
+    def unary(request: Any, context: grpc.ServicerContext) -> Any:
+        with span_of(context) as span:
+            try:
+                answer = handler.unary_unary(request, context)
+            finally:
+                _outcome(span, context)
+            return answer
+
+    def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        # Every part may be asked for by another thread, so the span is never the current one.
+        span = span_of(context)
+        try:
+            yield from handler.unary_stream(request, context)
+        finally:
+            _outcome(span, context)
+            span.end()
+
+    codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream, **codec)
+    return grpc.unary_unary_rpc_method_handler(unary, **codec)
+
+
+def _outcome(span: tracing.Span, context: grpc.ServicerContext) -> None:
+    """Status and error class, as the guard has set them on the call."""
+    code = context.code()
+    if code is None or code is grpc.StatusCode.OK or code == 0:
+        fine: dict[str, tracing.Value] = {"rpc.grpc.status_code": 0, "outcome": "ok"}
+        span.set(**fine)
+        return
+    said = dict(context.trailing_metadata() or ())
+    name = str(getattr(code, "name", code))
+    number = int(code.value[0]) if isinstance(code, grpc.StatusCode) else 2
+    attributes: dict[str, tracing.Value] = {"rpc.grpc.status_code": number, "status": name}
+    span.set(**attributes)
+    span.fail(str(said.get(CLASS_KEY, name)))
