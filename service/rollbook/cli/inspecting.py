@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rollbook.cli.common import add_config, ledger_of, read_config
+from rollbook.cli.paging import page_url
 from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError, RollbookError
 from rollbook.core.ports import LedgerPort
@@ -84,6 +85,8 @@ def status(args: argparse.Namespace) -> int:
         print(json.dumps(state | {"server": is_served} | around, indent=1))
         return 0
     print("\n".join([*status_lines(state, config), *waiting, *placements.placement_lines(placements.newest(run_dir))]))
+    if is_served and (url := page_url(run_dir)):
+        print(f"status page  {url}")
     if not is_served:
         print("no ledger server answers: read from the database itself")
     return 0

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from rollbook.cli.paging import status_page
 from rollbook.cli.preflight import check_run_dir, check_still_recorded
 from rollbook.cli.standing import RunWatch
 from rollbook.core.changes import differences
@@ -82,7 +83,7 @@ def hold_role(
 
     Raises Fenced when another server has taken the role over.
     """
-    with _metrics(config.ledger.metrics_port, ledger):
+    with _metrics(config.ledger.metrics_port, ledger), status_page(config, ledger):
         _keep_term(ledger, config.ledger.role_ttl_s / 3, stop, RunWatch(config, ledger), renewed)
     if server.fenced:
         raise Fenced("another ledger server took over; this one has stopped answering")

@@ -144,6 +144,9 @@ def check(c: Config) -> None:
          "taken for hung")  # fmt: skip
     last_port = c.run.health_port + 2 + sum(w.count for w in c.workers) + c.ledger.standbys
     need(last_port < 2**16, f"run.health_port = {c.run.health_port}: the last role's port would be {last_port}; at most 65535")
+    port = c.ledger.status_address.rpartition(":")[2]
+    need(not c.ledger.status_address or (port.isdigit() and int(port) < 2**16),
+         f"ledger.status_address = {c.ledger.status_address!r}: write host:port, as 127.0.0.1:0; empty = no page")  # fmt: skip
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     check_security(c)
     for index, worker in enumerate(c.workers):

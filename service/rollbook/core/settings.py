@@ -314,6 +314,10 @@ class LedgerConfig:
     so many has failed."""
     breaker_pause_s: float = 600.0
     """An open breaker pauses the run for the operator after this long."""
+    status_address: str = "127.0.0.1:0"
+    """host:port of the read-only status page, whose URL is written to ``status.address`` in the run directory; port 0 picks a
+    free one, empty = no page. Asks for an observer's token where ``security.tokens`` is set; beyond loopback only with that
+    and ``security.certificate``."""
     metrics_port: int = 0
     """Port on loopback where the server shows Prometheus metrics, its own and the run's; 0 = off."""
     group_commit_max: int = 128

@@ -24,6 +24,10 @@ RATE_WINDOW_S = 60
 WORKERS_SHOWN = 256
 SUBMIT_OUTCOMES = ("replayed", "conflict", "fenced", "refused", "invalid")
 SILENT_EVENTS = ("lease_expired",)
+ROUTINE_EVENTS = ("lease_granted", "step_planned")
+"""Kinds of events of which a healthy run writes very many."""
+EVENTS_LOOKED_AT = 20_000
+EVENTS_SHOWN_MAX = 1000
 SLOTS_GONE = {"issued": "slots", "applied": "applied", "verdicts": "verdicts"}
 GROUPS_GONE = {"issued": "groups", "refilled": "refills"}
 """Counts that go on counting what was let go, and the sums over ``expired_range`` that they take it from."""
@@ -254,6 +258,19 @@ class Status(Story):
         return {"samples_per_s": round(n / window_s, 3), "tokens_per_s": round(int(tokens) / window_s, 3)}
 
     @again_on_conflict
+    def recent_events(self, n_max: int = 100) -> list[dict[str, Any]]:
+        """The newest events but those that every rollout and step writes, newest first; looks at a bounded number of rows."""
+        e, run_id = t.event.c, self.run.run_id
+        with self._read() as conn:
+            newest = conn.execute(sa.select(sa.func.max(e.seq)).where(e.run_id == run_id)).scalar_one_or_none() or 0
+            rows = conn.execute(
+                sa.select(t.event)
+                .where(e.run_id == run_id, e.seq > newest - EVENTS_LOOKED_AT, e.kind.not_in(ROUTINE_EVENTS))
+                .order_by(e.seq.desc()).limit(min(n_max, EVENTS_SHOWN_MAX))
+            ).all()  # fmt: skip
+        return [event_shown(r) for r in rows]
+
+    @again_on_conflict
     def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict[str, Any]]:
         """Metrics stored with finished plans along the ancestry, one dict per step in order."""
         with self._read() as conn:
@@ -279,3 +296,10 @@ def _kept(table: sa.Table, kept: Kept) -> tuple[Any, ...]:
 
 def _and_gone(counts: dict[str, int], gone: Mapping[str, int], names: Mapping[str, str]) -> dict[str, int]:
     return counts | {name: counts[name] + gone[of] for name, of in names.items()}
+
+
+def event_shown(r: Any) -> dict[str, Any]:
+    """A row of ``event`` for a person: when, what, about whom, and its details."""
+    slot = None if r.ordinal is None else str(r.ordinal) if r.sibling is None else f"{r.ordinal}.{r.sibling}"
+    known = {"at_s": r.at_us / 1e6, "what": r.kind, "sample": slot, "token": r.token, "worker": r.incarnation}
+    return {name: value for name, value in known.items() if value is not None} | {"detail": json.loads(r.detail_json)}
