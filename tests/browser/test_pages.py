@@ -14,10 +14,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
 from ledger_support import STREAM, Scene, group, run_record
 
 from browser_support import Browser, browser, need_chromium
+from rollbook.core.config import load_config
 from rollbook.core.records import Blame, Cursor, FailureReport, GroupSpec, RewardStatus
 from rollbook.core.settings import SecurityConfig
 from rollbook.ledger.ledger import Ledger
+from rollbook.report import compare
+from rollbook.report.heldout import keep
+from rollbook.report.html import write
 from rollbook.report.statuspage import Content, StatusPage
+from run_support import CONFIG
 
 pytestmark = pytest.mark.timeout(600)
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -85,3 +90,21 @@ def test_the_policy_of_the_page_stops_a_script_that_got_into_it(page: Browser, s
         page.complaints.clear()
     finally:
         shown.close()
+
+
+def test_the_report_and_the_comparison_open_with_every_picture_and_without_a_complaint(
+    page: Browser, scene: Scene, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    config = load_config(tmp_path / "run.toml", ["run.id=run"])
+    keep(config.run.dir, {"version": 0, "n": 4, "greedy": 0.25, "sampled": 0.2})
+    state, metrics = scene.ledger.run_status(), scene.ledger.step_metrics(0)
+    report = write(config, scene.ledger, metrics, tmp_path / "report")
+    compared = compare.write([compare.Side(n, config, state, metrics) for n in ("one", "<b>two</b>")], tmp_path / "compare")
+    page.complaints.clear()
+    for file, said in ((report, HOSTILE), (compared, "<b>two</b>")):
+        page.open(file.as_uri())
+        pictures = page.evaluate("[...document.images].map(i => [i.complete, i.naturalWidth])")
+        assert len(pictures) == 2 and all(complete and width > 100 for complete, width in pictures)
+        assert said in page.text() and page.evaluate("document.title") != "owned"
+    assert page.complaints == []

@@ -15,7 +15,7 @@ from pathlib import Path
 from rollbook.cli.common import add_config, ledger_of, read_config
 from rollbook.cli.paging import page_url
 from rollbook.core.config import Config
-from rollbook.core.errors import ConfigError, RollbookError
+from rollbook.core.errors import ConfigError, NotFound, RollbookError, Unavailable
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Role, SlotKey
 from rollbook.rpc.client import LedgerClient
@@ -175,6 +175,7 @@ def report(args: argparse.Namespace) -> int:
 
 def write_report(config: Config, ledger: LedgerPort, out_dir: Path) -> Path:
     """Plots and HTML; prints the reward curve as well."""
+    from rollbook.ledger.reading import Reader
     from rollbook.report.bias import alarm_lines
     from rollbook.report.html import write
     from rollbook.report.plots import terminal_curve
@@ -184,16 +185,23 @@ def write_report(config: Config, ledger: LedgerPort, out_dir: Path) -> Path:
     counts = ledger.survival()
     for line in alarm_lines(counts):
         print(line)
-    return write(config, ledger, metrics, out_dir, counts)
+    try:
+        records = Reader(config.ledger.url, config.run.id, config.ledger.password_file)
+    except (Unavailable, NotFound, ConfigError) as error:  # the server may be where its database is, and this command elsewhere
+        return write(config, ledger, metrics, out_dir, counts, None, str(error))
+    with records:
+        return write(config, ledger, metrics, out_dir, counts, records)
 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Greedy and sampled held-out accuracy of one version."""
     from rollbook.report.evaluate import evaluate_version
+    from rollbook.report.heldout import keep
 
     config = read_config(args)
     with ledger_of(config) as ledger:
         result = evaluate_version(config, ledger, args.version, args.size or config.task.heldout_size)
+    keep(config.run.dir, result)
     print(json.dumps(result, indent=1))
     return 0
 

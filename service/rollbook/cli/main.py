@@ -12,7 +12,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rollbook.cli import clustering, inspecting, keeping, maintaining, modelling, repairing, roles, running, securing, tasks, viewing
+from rollbook.cli import (
+    clustering,
+    inspecting,
+    keeping,
+    maintaining,
+    modelling,
+    repairing,
+    roles,
+    running,
+    securing,
+    tasks,
+    viewing,
+)
 from rollbook.core.errors import (
     ChainMismatch,
     ConfigError,

@@ -17,6 +17,7 @@ from rollbook.cli.inspecting import print_audit, write_report
 from rollbook.core.changes import check_names
 from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
+from rollbook.report.mirror import check_mirrors, mirrored
 from rollbook.report.progress import Progress, shown_url
 from rollbook.supervise.forkserver import ForkServer
 from rollbook.supervise.local import LocalSupervisor
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = read_config(args)
     launch = _fork_server().launch if args.fork_server else spawn
+    check_mirrors(config.run.mirror)
     check_inputs(config)
     check_run_dir(config)
     record = run_record(config)
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"configuration {record.config_digest[:16]}  ledger {shown_url(config.ledger.url)}", flush=True)
     progress = Progress(lambda: client_for(config, retry_s=1.0), config, plain=args.plain)
     supervisor = LocalSupervisor(config, config_args(args), progress.event, args.accept, launch)
-    with progress, stopped_by(supervisor.request_stop):
+    with progress, mirrored(config, lambda: client_for(config, retry_s=1.0), progress.event), stopped_by(supervisor.request_stop):
         complete = supervisor.run(progress.opened, progress.flush)
     if deaths := supervisor.deaths():
         print("restarts: " + ", ".join(f"{name} {n}" for name, n in deaths.items()))

@@ -119,7 +119,8 @@ class Config:
 
 
 FREE = (
-    "run.dir", "run.chaos_allowed", "run.health_port", "model.path", "task.path", "task.heldout_path", "learner.on_divergence",
+    "run.dir", "run.chaos_allowed", "run.health_port", "run.mirror", "model.path", "task.path", "task.heldout_path",
+    "learner.on_divergence",
     "learner.fork_tolerance", "learner.keep_orphans", "learner.rank_timeout_s", "checkpoint.", "retention.", "supervisor.",
     "chaos", "security", "cluster.",
     "ledger.url", "ledger.password_file", "ledger.address", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port",

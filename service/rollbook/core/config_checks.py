@@ -39,6 +39,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Fields that hold one of a few names."""
 
+MIRRORS = ("tensorboard", "wandb")
+"""Other programs that show the metrics of steps."""
+
 ENGINE_DTYPES = {"transformers": ("float64", "float32", "bfloat16"), "vllm": ("float32", "bfloat16", "float16")}
 """Forward dtypes by engine."""
 
@@ -144,6 +147,8 @@ def check(c: Config) -> None:
          "taken for hung")  # fmt: skip
     last_port = c.run.health_port + 2 + sum(w.count for w in c.workers) + c.ledger.standbys
     need(last_port < 2**16, f"run.health_port = {c.run.health_port}: the last role's port would be {last_port}; at most 65535")
+    for name in c.run.mirror:
+        need(name in MIRRORS, f"run.mirror: {name!r} is none of {', '.join(MIRRORS)}")
     port = c.ledger.status_address.rpartition(":")[2]
     need(not c.ledger.status_address or (port.isdigit() and int(port) < 2**16),
          f"ledger.status_address = {c.ledger.status_address!r}: write host:port, as 127.0.0.1:0; empty = no page")  # fmt: skip

@@ -27,6 +27,9 @@ class RunConfig:
     health_port: int = 0
     """First port on loopback for ``/livez``, ``/readyz`` and ``/progressz`` of the roles: the ledger server's, then the feeder's,
     the learner's, and one for each worker in order; 0 = off. A role command's ``--health-port`` goes before it."""
+    mirror: tuple[str, ...] = ()
+    """Where ``rollbook run`` also writes the metrics of finished steps, under ``mirror/`` in the run directory: ``tensorboard``,
+    ``wandb`` (offline). The package must be installed: ``rollbook[mirror]``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(SPARKS[min(7, int((m - low) / span * 8))] for m in means)
 
 
-def top_lines(state: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], config: Config, now_s: float, width: int) -> list[str]:
+def top_lines(
+    state: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], config: Config, now_s: float, width: int
+) -> list[str]:
     """The whole screen, cut to ``width`` columns."""
     at = standing(state, now_s)
     since = "no step yet" if at.since_step_s is None else f"{at.since_step_s:.0f} s since the last step"
