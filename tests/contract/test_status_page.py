@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import ssl
+import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ledger_bench import Bench
+from rollbook.cli.paging import page_url, status_page
+from rollbook.core.config import load_config
 from rollbook.core.errors import ConfigError, Unavailable
-from rollbook.core.records import Blame, FailureReport, RewardStatus, Role
+from rollbook.core.records import Blame, FailureReport, RewardStatus, Role, SlotKey
 from rollbook.core.security import OBSERVER, WORKER, token_digest
 from rollbook.core.settings import SecurityConfig
+from rollbook.report import statuspage
 from rollbook.report.standing import standing
 from rollbook.report.statuspage import Content, StatusPage
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "security"))
+
+from security_support import make_folder, whole
+
+from run_support import CONFIG
+
 TOKENS = {role: f"token-of-{role}-that-is-long-enough-0123456789" for role in (OBSERVER, WORKER)}
 Ask = Callable[..., tuple[int, dict[str, str], Any]]
+
+
+class Away:
+    """A ledger whose database does not answer."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def run_status(self) -> dict:
+        self.reads += 1
+        raise Unavailable("the database cannot answer now")
 
 
 @contextmanager
@@ -57,18 +84,17 @@ def test_the_page_shows_status_steps_and_events_and_tells_stories_as_why_does(be
         assert step == {"step": 1, "outcome": "trained", "reward_mean": 0.25, "finished_at_s": step["finished_at_s"]}
         kinds = [event["what"] for event in data["events"]]
         assert kinds[0] == "failure_reported" and "role_acquired" in kinds and "lease_granted" not in kinds
-        assert ask("/story?sample=0.1")[2] == json.loads(json.dumps(s.ledger.explain(grant.key.__class__(0, 1))))
+        assert ask("/story?sample=0.1")[2] == json.loads(json.dumps(s.ledger.explain(SlotKey(0, 1))))
         assert ask("/story?sample=77.0")[0] == 404 and "ordinals go from 0 to 2" in ask("/story?sample=77.0")[2]["error"]
         assert ask("/story?sample=%3Cscript%3E")[0] == 400 and ask("/story")[0] == 400
 
 
-def test_nothing_but_reading_is_answered(bench: Bench) -> None:
-    s = bench.scene()
-    with shown(s.ledger) as ask:
+def test_nothing_but_reading_is_answered() -> None:
+    with shown(Away()) as ask:
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
             status, headers, _ = ask("/data", method)
             assert status == 405 and headers["Allow"] == "GET, HEAD"
-        assert ask("/data", "HEAD")[0] == 200 and ask("/data", "HEAD")[2] == b""
+        assert ask("/data", "HEAD")[0] == 503 and ask("/data", "HEAD")[2] == b""
         assert ask("/../etc/passwd")[0] == 404
         status, headers, body = ask("/")
         policy = headers["Content-Security-Policy"]
@@ -76,40 +102,41 @@ def test_nothing_but_reading_is_answered(bench: Bench) -> None:
         assert b"src=\"http" not in body and b"innerHTML" not in body
 
 
-def test_the_ledger_is_read_once_for_looks_that_follow_each_other_and_its_outage_is_said() -> None:
-    reads: list[int] = []
-
-    class Away:
-        def run_status(self) -> dict:
-            reads.append(1)
-            raise Unavailable("the database cannot answer now")
-
-    with shown(Away()) as ask:
+def test_the_ledger_is_read_once_for_looks_that_follow_each_other_and_its_outage_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(statuspage, "CACHE_S", 600.0)
+    source = Away()
+    with shown(source) as ask:
         answers = [ask("/data") for _ in range(5)]
-    assert {status for status, _, _ in answers} == {503} and "cannot answer now" in answers[0][2]["error"]
-    assert 1 <= len(reads) <= 5
+        assert {status for status, _, _ in answers} == {503} and "cannot answer now" in answers[0][2]["error"]
+        assert source.reads == 1
+    monkeypatch.setattr(statuspage, "CACHE_S", 0.0)
+    monkeypatch.setattr(statuspage, "CACHE_SHARE", float("inf"))
+    with shown(source) as ask:
+        ask("/data")
+        ask("/data")
+    assert source.reads == 3
 
 
-def test_a_website_cannot_reach_the_page_through_a_name_of_its_own(bench: Bench) -> None:
-    s = bench.scene()
-    with shown(s.ledger) as ask:
+def test_a_website_cannot_reach_the_page_through_a_name_of_its_own() -> None:
+    with shown(Away()) as ask:
         assert ask("/data", Host="evil.example:80")[0] == 403
         assert ask("/data", Host="127.0.0.1.evil.example")[0] == 403
-        assert ask("/data", Host="localhost:1234")[0] == 200
+        assert ask("/data", Host="localhost:1234")[0] == 503, "let in, and told that the ledger is away"
 
 
-def test_where_there_are_tokens_only_those_who_may_read_this_run_see_it(bench: Bench, tmp_path: Path) -> None:
-    s = bench.scene()
+def test_where_there_are_tokens_only_those_who_may_read_this_run_see_it(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     other = "token-of-observer-of-another-run-0123456789"
     known = [f"{token_digest(token)} {role}\n" for role, token in TOKENS.items()]
     tokens.write_text("".join([*known, f"{token_digest(other)} observer elsewhere\n"]))
-    with shown(s.ledger, SecurityConfig(tokens=str(tokens))) as ask:
+    with shown(Away(), SecurityConfig(tokens=str(tokens))) as ask:
         assert ask("/")[0] == 200, "the empty page asks for the token"
         status, headers, body = ask("/data")
         assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and "run" not in body
         assert ask("/story?sample=0.0")[0] == 401
-        assert ask("/data", Authorization=f"Bearer {TOKENS[OBSERVER]}")[0] == 200
+        assert ask("/data", Authorization=f"Bearer {TOKENS[OBSERVER]}")[0] == 503, "known, and told that the ledger is away"
         for wrong in (f"Bearer {TOKENS[WORKER]}", f"Bearer {other}", "Bearer x", f"Basic {TOKENS[OBSERVER]}", ""):
             assert ask("/data", Authorization=wrong)[0] == 401
 
@@ -143,3 +170,48 @@ def test_what_the_run_waits_for_is_the_cause_that_somebody_can_do_something_abou
     assert waits()[0] == "complete"
     s.ledger.drain()
     assert waits()[0] == "complete", "nothing is left to wait for"
+
+
+def test_the_page_of_a_restarted_server_is_where_it_was_and_its_file_goes_with_it(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    config = load_config(tmp_path / "run.toml", [f"run.dir={tmp_path}/run", "run.id=run"])
+    Path(config.run.dir).mkdir()
+    ledger = bench.scene().ledger
+    with status_page(config, ledger):
+        url = page_url(config.run.dir)
+        assert url.startswith("http://127.0.0.1:")
+    assert page_url(config.run.dir) == ""
+    (Path(config.run.dir) / "status.address").write_text(url)  # as one that was killed leaves it
+    with status_page(config, ledger):
+        assert page_url(config.run.dir) == url
+        with status_page(config, ledger):  # the port is taken: another one, and the run goes on
+            assert page_url(config.run.dir) != url
+    with status_page(load_config(tmp_path / "run.toml", ["ledger.status_address="]), ledger):
+        assert page_url(config.run.dir) == ""
+
+
+def test_over_tls_the_page_answers_its_own_clients_only(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    make_folder(folder)
+    security = replace(whole(folder), require_client_certificate=False)
+
+    class Quiet:
+        def explain(self, key: SlotKey) -> dict:
+            return {"sample_id": str(key)}
+
+    page = StatusPage("127.0.0.1:0", Content(Quiet()), run_id="run", security=security)  # type: ignore[arg-type]
+    try:
+        assert page.url.startswith("https://")
+        token = (folder / "observer.token").read_text().strip()
+        asked = urllib.request.Request(f"{page.url}story?sample=1.2", headers={"Authorization": f"Bearer {token}"})
+        trusting = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+        trusting.check_hostname = False
+        with urllib.request.urlopen(asked, timeout=60, context=trusting) as answer:
+            assert json.loads(answer.read()) == {"sample_id": "1.2"}
+        with pytest.raises(urllib.error.URLError):
+            urllib.request.urlopen(asked, timeout=60, context=ssl.create_default_context())
+        with socket.create_connection(("127.0.0.1", page.port), timeout=60) as stranger:
+            stranger.sendall(b"GET /data HTTP/1.0\r\n\r\n")
+            assert b"HTTP" not in stranger.recv(1000)
+    finally:
+        page.close()

@@ -111,3 +111,11 @@ def test_reading_writes_nothing_and_needs_no_lock_with_the_server_down(scene: Sc
             successor.attach("run")
             assert rows.sample_seconds()["samples"] == 6
     assert before.keys() == {"ledger.sqlite"}
+
+
+def test_the_file_of_a_server_that_was_killed_is_read_with_what_its_log_holds(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "killed").mkdir()
+    for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+        (tmp_path / "killed" / name).write_bytes((tmp_path / name).read_bytes())
+    with reader(tmp_path / "killed") as rows:
+        assert rows.sample_seconds()["samples"] == 6

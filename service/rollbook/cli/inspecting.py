@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def status(args: argparse.Namespace) -> int:
     """Print the run's state once."""
     from rollbook.report.progress import status_lines
+    from rollbook.report.standing import standing
 
     config = read_config(args)
     run_dir = Path(config.run.dir)
@@ -80,10 +82,12 @@ def status(args: argparse.Namespace) -> int:
         raise
     if not is_served:  # what holds the role now is this command
         state["roles"] = [role for role in state["roles"] if role["role"] != Role.LEDGER.value]
+    at = standing(state, time.time())
     if args.json:
-        around = {"supervisor": control.read_state(run_dir), "placements": placements.newest(run_dir)}
+        around = {"standing": at.as_dict(), "supervisor": control.read_state(run_dir), "placements": placements.newest(run_dir)}
         print(json.dumps(state | {"server": is_served} | around, indent=1))
         return 0
+    print(f"{at.state.upper()}  waits for {at.waits_for}")
     print("\n".join([*status_lines(state, config), *waiting, *placements.placement_lines(placements.newest(run_dir))]))
     if is_served and (url := page_url(run_dir)):
         print(f"status page  {url}")
@@ -130,7 +134,9 @@ def why(args: argparse.Namespace) -> int:
 
 def story_lines(story: dict) -> list[str]:
     """A rollout's story for a person: what is known, then what happened, in seconds since it was issued."""
-    lines = [f"{name:<14} {_shown(value)}" for name, value in story.items() if name != "history" and value is not None]
+    lines = [f"{story['sample_id']}  {story['end']}"]
+    shown = {name: value for name, value in story.items() if name not in ("sample_id", "end", "history") and value is not None}
+    lines += [f"{name:<18} {_shown(value)}" for name, value in shown.items()]
     history = story["history"]
     began = history[0]["at_s"]
     lines.append(f"issued at {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC; seconds since then:")

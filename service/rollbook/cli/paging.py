@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from rollbook.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollbook.ledger.ledger import Ledger
+    from rollbook.report.statuspage import StatusPage
 
 FILE_NAME = "status.address"
 
@@ -28,15 +29,13 @@ def status_page(config: Config, ledger: Ledger) -> Iterator[None]:
     if not config.ledger.status_address:
         yield
         return
-    from rollbook.report.statuspage import Content, StatusPage  # only the server needs it
-
+    file = Path(config.run.dir) / FILE_NAME
     try:
-        page = StatusPage(config.ledger.status_address, Content(ledger), run_id=config.run.id, security=config.security)
+        page = _open(config, ledger, _read(file))
     except ConfigError as error:
         log.error("no status page is shown: %s", error, extra={"event": "status_unserved"})
         yield
         return
-    file = Path(config.run.dir) / FILE_NAME
     try:
         log.info("status page", extra={"event": "status_served", "url": page.url})
         _write(file, f"{page.url}\n")
@@ -45,6 +44,19 @@ def status_page(config: Config, ledger: Ledger) -> Iterator[None]:
         page.close()
         if _read(file) == page.url:  # another server may have taken over and written its own
             file.unlink(missing_ok=True)
+
+
+def _open(config: Config, ledger: Ledger, last_url: str) -> StatusPage:
+    """The page; where any port will do, at the last one if that is free, so that a browser finds the server's successor."""
+    from rollbook.report.statuspage import Content, StatusPage  # only the server needs it
+
+    address, content = config.ledger.status_address, Content(ledger)
+    last_port = last_url.rstrip("/").rpartition(":")[2]
+    if address.endswith(":0") and last_port.isdigit():
+        with suppress(ConfigError):
+            again = f"{address.rpartition(':')[0]}:{last_port}"
+            return StatusPage(again, content, run_id=config.run.id, security=config.security)
+    return StatusPage(address, content, run_id=config.run.id, security=config.security)
 
 
 def page_url(run_dir: str | Path) -> str:
