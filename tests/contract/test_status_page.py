@@ -7,6 +7,7 @@ import json
 import socket
 import ssl
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -215,3 +216,23 @@ def test_over_tls_the_page_answers_its_own_clients_only(tmp_path: Path) -> None:
             assert b"HTTP" not in stranger.recv(1000)
     finally:
         page.close()
+
+
+def test_a_database_that_does_not_answer_in_time_is_said_to_whoever_asks_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statuspage, "WAIT_S", 0.01)
+    asked, answers = threading.Event(), threading.Event()
+
+    class Slow(Away):
+        def run_status(self) -> dict:
+            asked.set()
+            answers.wait(100)
+            return super().run_status()
+
+    with shown(Slow()) as ask:
+        first = threading.Thread(target=ask, args=("/data",), daemon=True)
+        first.start()
+        assert asked.wait(100)
+        status, _, body = ask("/data")
+        answers.set()
+        first.join(100)
+    assert status == 503 and "has not answered for" in body["error"]

@@ -98,7 +98,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def mirror(args: argparse.Namespace) -> int:
     """Write every mirror once; for runs whose supervisor does not, and for finished ones."""
-    from rollbook.report.mirror import Mirror, check_mirrors
+    from rollbook.report.mirror import check_mirrors, rebuild
 
     config = read_config(args)
     names = args.names or config.run.mirror
@@ -106,12 +106,8 @@ def mirror(args: argparse.Namespace) -> int:
         raise ConfigError("run.mirror names nothing; set it, or give --with tensorboard")
     check_mirrors(names)
     with ledger_of(config) as ledger:
-        for name in names:
-            made = Mirror(config, name)
-            try:
-                print(f"{name}  {made.update(ledger)} steps  {Path(config.run.dir) / 'mirror' / name}")
-            finally:
-                made.close()
+        for name, n in rebuild(config, ledger, names).items():
+            print(f"{name}  {n} steps  {Path(config.run.dir) / 'mirror' / name}")
     return 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,10 +62,9 @@ class Wandb:
 
     def __init__(self, folder: Path, config: Config) -> None:
         wandb = importlib.import_module("wandb")
-        settings = wandb.Settings(mode="offline", silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
         self._run = wandb.init(
-            project="rollbook", id=config.run.id, name=config.run.id, dir=str(folder), settings=settings,
-            config={"config_digest": config.digest()}, reinit="create_new",
+            project="rollbook", id=config.run.id, name=config.run.id, dir=str(folder), mode="offline",
+            config={"config_digest": config.digest()},
         )  # fmt: skip
 
     def write(self, step: int, at_s: float, values: Mapping[str, float]) -> None:
@@ -138,11 +136,11 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def mirrored(config: Config, make_client: Callable[[], LedgerClient], say: Callable[[str], None]) -> Iterator[None]:
-    """Keep every mirror of the configuration up to date for the length of the block, and once more at its end."""
+    """Keep every mirror of the configuration up to date for the length of the block; ``rebuild`` adds what a server that ended
+    before could not be asked for."""
     if not config.run.mirror:
         yield
         return
-    os.environ.setdefault("WANDB_MODE", "offline")
     stop = threading.Event()
     thread = threading.Thread(target=_follow, args=(config, make_client, say, stop), name="mirror", daemon=True)
     thread.start()
@@ -160,13 +158,24 @@ def _follow(config: Config, make_client: Callable[[], LedgerClient], say: Callab
             ending = stop.wait(POLL_S)
             for name, mirror in list(mirrors.items()):
                 try:
-                    mirror.update(client)
-                except RollbookError:
-                    pass  # the ledger is starting, restarting or gone; the next poll asks again
+                    with contextlib.suppress(RollbookError):  # the ledger is starting, restarting or gone; asked again
+                        mirror.update(client)
+                    if ending:
+                        mirror.close()
                 except Exception as error:  # noqa: BLE001 - boundary: other people's code must not end the run's display
                     say(f"mirror {name} is given up: {error!r}")
                     del mirrors[name]
             if ending:
-                break
-    for mirror in mirrors.values():
-        mirror.close()
+                return
+
+
+def rebuild(config: Config, ledger: LedgerPort, names: Sequence[str]) -> dict[str, int]:
+    """Make mirrors anew, whole; returns the steps in each."""
+    made = {}
+    for name in names:
+        mirror = Mirror(config, name)
+        try:
+            made[name] = mirror.update(ledger)
+        finally:
+            mirror.close()
+    return made

@@ -144,7 +144,8 @@ def time_and_cost(state: Mapping[str, Any], metrics: Metrics, seconds: Mapping[s
     shown = [(who, what, f"{value:.1f}", f"{value / total:.1%}" if total else "-") for who, what, value in rows]
     applied = state["slots"]["applied"] + state["slots"]["planned"]
     tokens = sum(v for _, v in finite(metrics, "tokens"))
-    wall = metrics[-1]["finished_at_s"] - metrics[0]["finished_at_s"] if len(metrics) > 1 else 0.0
+    ends = [value for _, value in finite(metrics, "finished_at_s")]
+    wall = max(ends) - min(ends) if ends else 0.0
     facts: list[tuple[object, ...]] = [("wall time between the first and the last step", f"{wall:.1f} s")]
     if applied:
         facts.append(("process-seconds per trained sample", f"{total / applied:.4g}"))
@@ -163,7 +164,7 @@ def recoveries(events: Metrics | None, metrics: Metrics, why_not: str = "") -> s
     """HTML: restarts, take-overs, forks and repairs, and how long until a step was finished again."""
     if events is None:
         return f"<h2>Recoveries</h2><p>not read: {html.escape(why_not)}</p>"
-    ends = sorted(m["finished_at_s"] for m in metrics)
+    ends = sorted(value for _, value in finite(metrics, "finished_at_s"))
     rows = []
     for event in events:
         detail = event["detail"]

@@ -39,8 +39,8 @@ EVENTS_SHOWN = 60
 OPEN_MAX = 32
 """Requests answered at once; further ones are closed unanswered."""
 REQUEST_S = 5.0
-STORY_WAIT_S = 2.0
-"""How long a search waits for the one before it."""
+WAIT_S = 2.0
+"""How long one request waits for the reading of another; a slow database is said, not shown as a page that hangs."""
 PLOTTED = ("step", "outcome", "reward_mean", "lag_head_mean", "lag_head_max", "ess_token_raw_fraction", "finished_at_s")
 READERS = (OBSERVER, OPERATOR, LEDGER)
 PAGE = Path(__file__).with_name("status.html")
@@ -67,17 +67,21 @@ class Content:
         self._source = source
         self._lock, self._search = threading.Lock(), threading.Lock()
         self._shown: tuple[int, bytes] = (503, b"{}")
-        self._fresh_until_s = float("-inf")
+        self._fresh_until_s, self._began_s = float("-inf"), 0.0
 
     def data(self) -> tuple[int, bytes]:
         """Status and JSON of the whole page."""
-        with self._lock:
+        if not self._lock.acquire(timeout=WAIT_S):
+            return 503, _json({"error": f"the ledger has not answered for {host().monotonic() - self._began_s:.0f} s"})
+        try:
             if host().monotonic() >= self._fresh_until_s:
-                began = host().monotonic()
+                self._began_s = host().monotonic()
                 self._shown = self._read()
-                took_s = host().monotonic() - began
+                took_s = host().monotonic() - self._began_s
                 self._fresh_until_s = host().monotonic() + max(CACHE_S, took_s / CACHE_SHARE)
             return self._shown
+        finally:
+            self._lock.release()
 
     def _read(self) -> tuple[int, bytes]:
         try:
@@ -100,8 +104,8 @@ class Content:
             key = SlotKey.parse(text[:64])
         except ValueError as error:
             return 400, _json({"error": str(error)})
-        if not self._search.acquire(timeout=STORY_WAIT_S):
-            return 503, _json({"error": "another search is running; ask again"})
+        if not self._search.acquire(timeout=WAIT_S):
+            return 503, _json({"error": "another search is still running; ask again"})
         try:
             return 200, _json(self._source.explain(key))
         except Expired as error:
