@@ -78,6 +78,11 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    def leave(self) -> None:
+        """Go where nothing is asked for any more."""
+        self.call("Page.navigate", url="about:blank")
+        self.until("document.readyState === 'complete' && location.href === 'about:blank'")
+
     def evaluate(self, expression: str) -> Any:
         """Value of a JavaScript expression in the page."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)

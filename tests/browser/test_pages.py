@@ -75,6 +75,7 @@ def test_the_status_page_shows_the_run_and_a_searched_story_and_runs_nobodys_tex
         assert page.evaluate("document.title") == "run · Rollbook" and page.evaluate("document.images.length") == 0
         assert [c for c in page.complaints if "404" not in c] == [], "the search that found nothing is the only one"
     finally:
+        page.leave()
         shown.close()
 
 
@@ -89,6 +90,7 @@ def test_the_policy_of_the_page_stops_a_script_that_got_into_it(page: Browser, s
         assert any("Content Security Policy" in c or "Trusted" in c for c in page.complaints)
         page.complaints.clear()
     finally:
+        page.leave()
         shown.close()
 
 
