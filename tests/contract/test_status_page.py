@@ -207,13 +207,17 @@ def test_over_tls_the_page_answers_its_own_clients_only(tmp_path: Path) -> None:
         asked = urllib.request.Request(f"{page.url}story?sample=1.2", headers={"Authorization": f"Bearer {token}"})
         trusting = ssl.create_default_context(cafile=str(folder / "ca.pem"))
         trusting.check_hostname = False
-        with urllib.request.urlopen(asked, timeout=60, context=trusting) as answer:
-            assert json.loads(answer.read()) == {"sample_id": "1.2"}
+        with urllib.request.urlopen(asked, timeout=60, context=trusting) as reply:
+            assert json.loads(reply.read()) == {"sample_id": "1.2"}
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(asked, timeout=60, context=ssl.create_default_context())
         with socket.create_connection(("127.0.0.1", page.port), timeout=60) as stranger:
             stranger.sendall(b"GET /data HTTP/1.0\r\n\r\n")
-            assert b"HTTP" not in stranger.recv(1000)
+            try:
+                answer = stranger.recv(1000)
+            except ConnectionError:
+                answer = b""
+            assert b"HTTP" not in answer, "a TLS alert or nothing"
     finally:
         page.close()
 
