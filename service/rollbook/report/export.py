@@ -45,8 +45,8 @@ def export(reader: Reader, out_dir: Path, *, with_tokens: bool = False) -> dict[
 
 def _arrow() -> tuple[Any, Any]:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError:
         raise ConfigError("`rollbook export --format parquet` needs pyarrow; pip install 'rollbook[export]'") from None
     return pyarrow, pyarrow.parquet
