@@ -75,7 +75,7 @@ def test_other_programs_open_the_files(scene: Scene, tmp_path: Path) -> None:
     file, opened = str(tmp_path / "out" / "samples.parquet"), []
     for name, count in (
         ("pandas", lambda lib: len(lib.read_parquet(file))), ("polars", lambda lib: lib.read_parquet(file).height),
-        ("duckdb", lambda lib: lib.sql(f"SELECT count(*) FROM '{file}'").fetchone()[0]),
+        ("duckdb", lambda lib: lib.sql(f"SELECT count(*) FROM '{file}'").fetchall()[0][0]),
     ):  # fmt: skip
         try:
             library = __import__(name)
