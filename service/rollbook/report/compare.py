@@ -51,7 +51,7 @@ def panels_by_step(sides: Sequence[Side]) -> list[Panel]:
 
 def panel_by_time(sides: Sequence[Side]) -> list[Panel]:
     """Mean reward over minutes since each run's first finished step."""
-    lines = {}
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     for side in sides:
         at = {int(m["step"]): m["finished_at_s"] for m in side.metrics}
         if points := _points(side, "reward_mean"):
