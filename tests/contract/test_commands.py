@@ -176,3 +176,21 @@ def test_a_look_at_the_database_leaves_the_run_to_its_next_server(
     with Ledger(ledger_url, holder="next", role_ttl_s=ROLE_TTL_S) as ledger:
         ledger.attach("run")  # refused as long as somebody holds the server's role
         assert ledger.audit() == []
+
+
+def test_top_once_shows_what_the_run_waits_for_with_the_server_up_and_down(
+    recorded: Recorded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    server = recorded.serve()
+    code, served, _ = said(capsys, "top", recorded.config, "--once")
+    server.stop(0.0)
+    recorded.ledger.close()
+    assert code == 0
+    code, read, _ = said(capsys, "top", recorded.config)
+    assert code == 0, "where there is no terminal, one look is what top gives"
+    for text in (served, read):
+        assert "waits for" in text.splitlines()[0] and "run run  step 1/2" in text
+        assert re.search(r"^reward +▁  0.25 to 0.25, now 0.25$", text, re.M)
+        assert max(map(len, text.splitlines())) <= 90
+    assert said(capsys, "top", recorded.config, "--once", "--every", "0.1")[0] == 2

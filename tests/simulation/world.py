@@ -78,6 +78,7 @@ def config_of(options: Options, directory: Path) -> Config:
         },
         "checkpoint": {"every_steps": options.checkpoint_every, "keep": 2},
         "ledger": {
+            "status_address": "",
             "url": f"sqlite:///{directory}/ledger.sqlite", "lease_ttl_s": 7.0, "heartbeat_s": 2.0, "role_ttl_s": ROLE_TTL_S,
             "attempts_max": 1000 if options.schedule == "fixed" else 4,
             "late_submit": options.late_submit, "straggler": options.straggler,

@@ -25,7 +25,7 @@ from run_support import CONFIG, MODEL, ROLLBOOK, environment
 
 COMMANDS = (
     "run", "ledger", "worker", "learner", "feeder", "status", "audit", "why", "replay", "report", "evaluate", "regenerate",
-    "migrate", "doctor", "quarantine", "retry", "repair", "model",
+    "migrate", "doctor", "quarantine", "retry", "repair", "model", "top", "compare", "export", "mirror",
 )  # fmt: skip
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rollbook.cli.common import add_config, ledger_of, read_config
+from rollbook.cli.paging import page_url
 from rollbook.core.config import Config
-from rollbook.core.errors import ConfigError, RollbookError
+from rollbook.core.errors import ConfigError, NotFound, RollbookError, Unavailable
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Role, SlotKey
 from rollbook.rpc.client import LedgerClient
@@ -66,6 +68,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def status(args: argparse.Namespace) -> int:
     """Print the run's state once."""
     from rollbook.report.progress import status_lines
+    from rollbook.report.standing import standing
 
     config = read_config(args)
     run_dir = Path(config.run.dir)
@@ -79,11 +82,15 @@ def status(args: argparse.Namespace) -> int:
         raise
     if not is_served:  # what holds the role now is this command
         state["roles"] = [role for role in state["roles"] if role["role"] != Role.LEDGER.value]
+    at = standing(state, time.time())
     if args.json:
-        around = {"supervisor": control.read_state(run_dir), "placements": placements.newest(run_dir)}
+        around = {"standing": at.as_dict(), "supervisor": control.read_state(run_dir), "placements": placements.newest(run_dir)}
         print(json.dumps(state | {"server": is_served} | around, indent=1))
         return 0
+    print(f"{at.state.upper()}  waits for {at.waits_for}")
     print("\n".join([*status_lines(state, config), *waiting, *placements.placement_lines(placements.newest(run_dir))]))
+    if is_served and (url := page_url(run_dir)):
+        print(f"status page  {url}")
     if not is_served:
         print("no ledger server answers: read from the database itself")
     return 0
@@ -127,7 +134,9 @@ def why(args: argparse.Namespace) -> int:
 
 def story_lines(story: dict) -> list[str]:
     """A rollout's story for a person: what is known, then what happened, in seconds since it was issued."""
-    lines = [f"{name:<14} {_shown(value)}" for name, value in story.items() if name != "history" and value is not None]
+    lines = [f"{story['sample_id']}  {story['end']}"]
+    shown = {name: value for name, value in story.items() if name not in ("sample_id", "end", "history") and value is not None}
+    lines += [f"{name:<18} {_shown(value)}" for name, value in shown.items()]
     history = story["history"]
     began = history[0]["at_s"]
     lines.append(f"issued at {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC; seconds since then:")
@@ -172,6 +181,7 @@ def report(args: argparse.Namespace) -> int:
 
 def write_report(config: Config, ledger: LedgerPort, out_dir: Path) -> Path:
     """Plots and HTML; prints the reward curve as well."""
+    from rollbook.ledger.readonly import Reader
     from rollbook.report.bias import alarm_lines
     from rollbook.report.html import write
     from rollbook.report.plots import terminal_curve
@@ -181,16 +191,23 @@ def write_report(config: Config, ledger: LedgerPort, out_dir: Path) -> Path:
     counts = ledger.survival()
     for line in alarm_lines(counts):
         print(line)
-    return write(config, ledger, metrics, out_dir, counts)
+    try:
+        records = Reader(config.ledger.url, config.run.id, config.ledger.password_file)
+    except (Unavailable, NotFound, ConfigError) as error:  # the server may be where its database is, and this command elsewhere
+        return write(config, ledger, metrics, out_dir, counts, None, str(error))
+    with records:
+        return write(config, ledger, metrics, out_dir, counts, records)
 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Greedy and sampled held-out accuracy of one version."""
     from rollbook.report.evaluate import evaluate_version
+    from rollbook.report.heldout import keep
 
     config = read_config(args)
     with ledger_of(config) as ledger:
         result = evaluate_version(config, ledger, args.version, args.size or config.task.heldout_size)
+    keep(config.run.dir, result)
     print(json.dumps(result, indent=1))
     return 0
 

@@ -12,7 +12,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rollbook.cli import clustering, inspecting, keeping, maintaining, modelling, repairing, roles, running, securing, tasks
+from rollbook.cli import (
+    clustering,
+    inspecting,
+    keeping,
+    maintaining,
+    modelling,
+    repairing,
+    roles,
+    running,
+    securing,
+    tasks,
+    viewing,
+)
 from rollbook.core.errors import (
     ChainMismatch,
     ConfigError,
@@ -41,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of language models over a ledger: written once, trained once, never lost.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in (running, clustering, roles, inspecting, maintaining, keeping, repairing, modelling, tasks, securing):
+    for group in (running, clustering, roles, inspecting, viewing, maintaining, keeping, repairing, modelling, tasks, securing):
         group.register(commands)
     return parser
 

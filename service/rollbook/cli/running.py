@@ -17,6 +17,8 @@ from rollbook.cli.inspecting import print_audit, write_report
 from rollbook.core.changes import check_names
 from rollbook.core.config import Config
 from rollbook.core.errors import RollbookError
+from rollbook.core.ports import LedgerPort
+from rollbook.report.mirror import check_mirrors, mirrored, rebuild
 from rollbook.report.progress import Progress, shown_url
 from rollbook.supervise.forkserver import ForkServer
 from rollbook.supervise.local import LocalSupervisor
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = read_config(args)
     launch = _fork_server().launch if args.fork_server else spawn
+    check_mirrors(config.run.mirror)
     check_inputs(config)
     check_run_dir(config)
     record = run_record(config)
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"configuration {record.config_digest[:16]}  ledger {shown_url(config.ledger.url)}", flush=True)
     progress = Progress(lambda: client_for(config, retry_s=1.0), config, plain=args.plain)
     supervisor = LocalSupervisor(config, config_args(args), progress.event, args.accept, launch)
-    with progress, stopped_by(supervisor.request_stop):
+    with progress, mirrored(config, lambda: client_for(config, retry_s=1.0), progress.event), stopped_by(supervisor.request_stop):
         complete = supervisor.run(progress.opened, progress.flush)
     if deaths := supervisor.deaths():
         print("restarts: " + ", ".join(f"{name} {n}" for name, n in deaths.items()))
@@ -92,6 +95,7 @@ def conclude(config: Config, with_report: bool) -> int:
         with ledger_of(config) as ledger:
             steps = ledger.run_status()["steps"]
             clean = print_audit(ledger)
+            _mirror(config, ledger)
             if with_report:
                 print(f"report {write_report(config, ledger, Path(config.run.dir) / 'report')}")
     except (RollbookError, ImportError) as error:
@@ -102,3 +106,11 @@ def conclude(config: Config, with_report: bool) -> int:
         print(f"the learner has finished, but only {made} of {config.run.steps} steps are recorded")
         return 1
     return 0 if clean else 1
+
+
+def _mirror(config: Config, ledger: LedgerPort) -> None:
+    """What was finished after the mirrors were last written."""
+    try:
+        rebuild(config, ledger, config.run.mirror)
+    except Exception as error:  # noqa: BLE001 - boundary: other people's code must not turn a whole run into a failed one
+        print(f"the mirrors were not completed: {error!r}")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
+from rollbook.cli.paging import status_page
 from rollbook.cli.preflight import check_run_dir, check_still_recorded
 from rollbook.cli.showing import shown_ledger
 from rollbook.cli.standing import RunWatch
@@ -83,7 +84,7 @@ def hold_role(
 
     Raises Fenced when another server has taken the role over.
     """
-    with shown_ledger(config, ledger, index):
+    with shown_ledger(config, ledger, index), status_page(config, ledger):
         _keep_term(ledger, config.ledger.role_ttl_s / 3, stop, RunWatch(config, ledger), renewed)
     if server.fenced:
         raise Fenced("another ledger server took over; this one has stopped answering")

@@ -119,12 +119,13 @@ class Config:
 
 
 FREE = (
-    "run.dir", "run.chaos_allowed", "run.health_port", "run.metrics_port", "run.log_format", "model.path", "task.path",
-    "task.heldout_path", "learner.on_divergence",
+    "run.dir", "run.chaos_allowed", "run.health_port", "run.metrics_port", "run.log_format", "run.mirror", "model.path",
+    "task.path", "task.heldout_path", "learner.on_divergence",
     "learner.fork_tolerance", "learner.keep_orphans", "learner.rank_timeout_s", "checkpoint.", "retention.", "supervisor.",
     "chaos", "security", "cluster.",
     "ledger.url", "ledger.password_file", "ledger.address", "ledger.heartbeat_s", "ledger.role_ttl_s", "ledger.metrics_port",
-    "ledger.group_commit_max", "ledger.payload_bytes_max", "ledger.ordinals_per_partition", "ledger.standbys",
+    "ledger.status_address", "ledger.group_commit_max", "ledger.payload_bytes_max", "ledger.ordinals_per_partition",
+    "ledger.standbys",
     "environment.tool_s", "environment.score_s", "environment.processes", "environment.attempts_max", "sandbox.slots",
 )  # fmt: skip
 """Beginnings of the paths that are not part of ``Config.digest``: they may change at any time."""

@@ -40,6 +40,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Fields that hold one of a few names."""
 
+MIRRORS = ("tensorboard", "wandb")
+"""Other programs that show the metrics of steps."""
+
 ENGINE_DTYPES = {"transformers": ("float64", "float32", "bfloat16"), "vllm": ("float32", "bfloat16", "float16")}
 """Forward dtypes by engine."""
 
@@ -147,6 +150,11 @@ def check(c: Config) -> None:
     need(last_port < 2**16, f"run.health_port = {c.run.health_port}: the last role's port would be {last_port}; at most 65535")
     last_port += c.run.metrics_port - c.run.health_port
     need(last_port < 2**16, f"run.metrics_port = {c.run.metrics_port}: the last role's port would be {last_port}; at most 65535")
+    for name in c.run.mirror:
+        need(name in MIRRORS, f"run.mirror: {name!r} is none of {', '.join(MIRRORS)}")
+    port = c.ledger.status_address.rpartition(":")[2]
+    need(not c.ledger.status_address or (port.isdigit() and int(port) < 2**16),
+         f"ledger.status_address = {c.ledger.status_address!r}: write host:port, as 127.0.0.1:0; empty = no page")  # fmt: skip
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     check_security(c)
     for index, worker in enumerate(c.workers):

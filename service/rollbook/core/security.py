@@ -195,9 +195,11 @@ def check_security(c: Config) -> None:
     if s.reflection and s.tokens:
         raise ConfigError("security.reflection = true: it tells strangers what can be called; not together with security.tokens")
     check_reach(c.ledger.address, s)
+    if c.ledger.status_address:
+        check_reach(c.ledger.status_address, s, "ledger.status_address")
 
 
-def check_reach(address: str, s: SecurityConfig) -> None:
+def check_reach(address: str, s: SecurityConfig, field: str = "ledger.address") -> None:
     """Refuse to be heard beyond this machine by strangers, or with tokens in clear text. Raises ConfigError."""
     host = address.rpartition(":")[0]
     if not host or is_loopback(address) or (s.tokens and s.certificate):
@@ -206,7 +208,7 @@ def check_reach(address: str, s: SecurityConfig) -> None:
         [*([] if s.certificate else ["security.certificate (TLS)"]), *([] if s.tokens else ["security.tokens (who may call)"])]
     )
     raise ConfigError(
-        f"ledger.address = {address!r} can be reached from other machines, and {missing} is not set: anybody could take part in "
+        f"{field} = {address!r} can be reached from other machines, and {missing} is not set: anybody could take part in "
         "the run, or read what is sent. `rollbook security init DIR` makes certificates and tokens; or listen on 127.0.0.1"
     )
 

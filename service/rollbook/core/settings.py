@@ -32,6 +32,9 @@ class RunConfig:
     Each process announces its address in the run directory; the ledger server's ``/sd`` lists the living ones for Prometheus."""
     log_format: str = "text"
     """``text``, or ``json`` for one object per line; people at a terminal get text. ``ROLLBOOK_LOG`` goes before it."""
+    mirror: tuple[str, ...] = ()
+    """Where ``rollbook run`` also writes the metrics of finished steps, under ``mirror/`` in the run directory: ``tensorboard``,
+    ``wandb`` (offline). The package must be installed: ``rollbook[mirror]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +322,10 @@ class LedgerConfig:
     so many has failed."""
     breaker_pause_s: float = 600.0
     """An open breaker pauses the run for the operator after this long."""
+    status_address: str = "127.0.0.1:0"
+    """host:port of the read-only status page, whose URL is written to ``status.address`` in the run directory; port 0 picks a
+    free one, empty = no page. Asks for an observer's token where ``security.tokens`` is set; beyond loopback only with that
+    and ``security.certificate``."""
     metrics_port: int = 0
     """Port on loopback where the server shows Prometheus metrics, its own and the run's; 0 = as ``run.metrics_port`` says."""
     group_commit_max: int = 128

@@ -83,6 +83,14 @@ def _compare(current: str | None) -> None:
         )
 
 
+def require_current(conn: sa.Connection) -> None:
+    """Refuse a database of another revision than this package's, and an empty one. Raises SchemaTooNew, SchemaTooOld."""
+    current = current_revision(conn)
+    if current is None:
+        raise SchemaTooOld("the database holds no ledger yet; start the run, or run `rollbook migrate`")
+    _compare(current)
+
+
 def prepare(database: Database) -> None:
     """Create the tables of a fresh database; refuse another revision. Raises SchemaTooNew, SchemaTooOld."""
     with database.reading() as conn:

@@ -1,6 +1,6 @@
-"""The run at a glance, and the story of one rollout.
+"""The run at a glance.
 
-Owns ``run_status``, ``step_metrics``, ``explain``. Never writes. Every number is counted from rows (P7), in one snapshot.
+Owns ``run_status`` and ``step_metrics``. Never writes. Every number is counted from rows (P7), in one snapshot.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rollbook.core.errors import UnknownSlot
-from rollbook.core.records import Blame, FinishReason, PlanOutcome, SlotKey
+from rollbook.core.records import PlanOutcome
 from rollbook.core.settings import RetentionConfig
 from rollbook.core.staleness import fixed_ordinals
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import Kept, again_on_conflict, load_kept, pairs
 from rollbook.ledger.expired import add_rows, load_totals, range_sums, sum_by_name
-from rollbook.ledger.tools import Tools
-from rollbook.observe.tracing import is_sampled, trace_id
+from rollbook.ledger.story import Story
 
 RATE_WINDOW_S = 60
 WORKERS_SHOWN = 256
-HISTORY_ROWS = 1000
 SUBMIT_OUTCOMES = ("replayed", "conflict", "fenced", "refused", "invalid")
 SILENT_EVENTS = ("lease_expired",)
+ROUTINE_EVENTS = ("lease_granted", "step_planned")
+"""Kinds of events of which a healthy run writes very many."""
+EVENTS_LOOKED_AT = 20_000
+EVENTS_SHOWN_MAX = 1000
 SLOTS_GONE = {"issued": "slots", "applied": "applied", "verdicts": "verdicts"}
 GROUPS_GONE = {"issued": "groups", "refilled": "refills"}
 """Counts that go on counting what was let go, and the sums over ``expired_range`` that they take it from."""
 
 
-class Status(Tools):
+class Status(Story):
     """Verbs that only look."""
 
     _retention: RetentionConfig
@@ -199,26 +200,6 @@ class Status(Tools):
         shown = {"state": "open" if state.is_open else "closed", "since_s": since, "ratio": ratio, "window": len(outcomes)}
         return shown | (state.detail if state.is_open else {})
 
-    def _members(self, conn: sa.Connection, lineage: int, *where: Any) -> dict[str, int]:
-        """Slots of planned groups by what became of them: ``usable``, of those ``policy_failed``, and ``infra_failed``.
-
-        ``policy_failed`` has its reward, and the model was to blame or ran out of tokens or turns; ``infra_failed`` has none.
-        """
-        i, s, g = t.plan_item.c, t.sample.c, t.prompt_group.c
-        here = (i.run_id == self.run.run_id, self._along(i.lineage, i.step, lineage), *where)
-        blamed = sa.or_(s.blame == Blame.MODEL.value, s.finish_reason != FinishReason.STOP.value)
-        usable, failed = conn.execute(
-            sa.select(
-                sa.func.coalesce(sa.func.sum(sa.case((i.valid, 1), else_=0)), 0),
-                sa.func.coalesce(sa.func.sum(sa.case((sa.and_(i.valid, blamed), 1), else_=0)), 0),
-            ).join(t.sample, sa.and_(s.run_id == i.run_id, s.ordinal == i.ordinal, s.sibling == i.sibling)).where(*here)
-        ).one()  # fmt: skip
-        planned = sa.select(i.ordinal).where(*here).distinct()
-        slots = conn.execute(
-            sa.select(sa.func.coalesce(sa.func.sum(g.n_siblings), 0)).where(g.run_id == self.run.run_id, g.ordinal.in_(planned))
-        ).scalar_one()
-        return {"usable": int(usable), "policy_failed": int(failed), "infra_failed": int(slots) - int(usable)}
-
     def _submits(self, conn: sa.Connection, gone: Mapping[str, int], samples_gone: int, kept: Kept) -> dict[str, int]:
         e = t.event.c
         kinds = pairs(
@@ -277,6 +258,19 @@ class Status(Tools):
         return {"samples_per_s": round(n / window_s, 3), "tokens_per_s": round(int(tokens) / window_s, 3)}
 
     @again_on_conflict
+    def recent_events(self, n_max: int = 100) -> list[dict[str, Any]]:
+        """The newest events but those that every rollout and step writes, newest first; looks at a bounded number of rows."""
+        e, run_id = t.event.c, self.run.run_id
+        with self._read() as conn:
+            newest = conn.execute(sa.select(sa.func.max(e.seq)).where(e.run_id == run_id)).scalar_one_or_none() or 0
+            rows = conn.execute(
+                sa.select(t.event)
+                .where(e.run_id == run_id, e.seq > newest - EVENTS_LOOKED_AT, e.kind.not_in(ROUTINE_EVENTS))
+                .order_by(e.seq.desc()).limit(min(n_max, EVENTS_SHOWN_MAX))
+            ).all()  # fmt: skip
+        return [event_shown(r) for r in rows]
+
+    @again_on_conflict
     def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict[str, Any]]:
         """Metrics stored with finished plans along the ancestry, one dict per step in order."""
         with self._read() as conn:
@@ -294,151 +288,6 @@ class Status(Tools):
             for r in conn.execute(query)
         ]
 
-    @again_on_conflict
-    def explain(self, key: SlotKey) -> dict[str, Any]:
-        """The whole story of one rollout in order: issue, leases, failures, tool calls, sample, plan, step, checkpoint.
-
-        Returns scalars for a summary and ``history``: entries with ``at_s``, ``what`` and the ids that matter.
-        Raises: UnknownSlot, Expired.
-        """
-        run_id, g = self.run.run_id, t.prompt_group.c
-        self._refuse_expired(key.ordinal)
-        with self._read() as conn:
-            slot = self._row(conn, t.slot, key)
-            if slot is None:
-                last = self._next_ordinal(conn, run_id) - 1
-                raise UnknownSlot(f"run {run_id!r} has no sample {key}; ordinals go from 0 to {last}")
-            group = conn.execute(sa.select(t.prompt_group).where(g.run_id == run_id, g.ordinal == key.ordinal)).one()
-            refilled_by = conn.execute(
-                sa.select(g.ordinal).where(g.run_id == run_id, g.refills == key.ordinal)
-            ).scalar_one_or_none()
-            story: dict[str, Any] = {
-                "sample_id": str(key), "run_id": run_id, "state": "pending", "seed": slot.seed, "stream": group.stream,
-                "task": group.task_json, "siblings": group.n_siblings, "refills": group.refills, "refilled_by": refilled_by,
-                "trace_id": trace_id(slot.traceparent) or None, "trace_sampled": is_sampled(slot.traceparent),
-            }  # fmt: skip
-            history = [(group.issued_at_us, {"what": "issued", "ordinal": key.ordinal})]
-            history += self._event_history(conn, key)
-            history += self._tool_history(conn, key)
-            self._tell_lease(conn, key, story)
-            self._tell_sample(conn, key, story, history)
-            self._tell_verdict(conn, key, story, history)
-            self._tell_training(conn, key, story, history)
-        history.sort(key=lambda entry: entry[0])
-        story["history"] = [{"at_s": at_us / 1e6} | entry for at_us, entry in history]
-        return story
-
-    def _row(self, conn: sa.Connection, table: sa.Table, key: SlotKey) -> Any:
-        c = table.c
-        where = (c.run_id == self.run.run_id, c.ordinal == key.ordinal, c.sibling == key.sibling)
-        return conn.execute(sa.select(table).where(*where)).first()
-
-    def _event_history(self, conn: sa.Connection, key: SlotKey) -> list[tuple[int, dict[str, Any]]]:
-        e = t.event.c
-        here = sa.or_(e.sibling == key.sibling, e.sibling.is_(None))
-        rows = conn.execute(
-            sa.select(t.event)
-            .where(e.run_id == self.run.run_id, e.ordinal == key.ordinal, here)
-            .order_by(e.seq)
-            .limit(HISTORY_ROWS)
-        )
-        out = []
-        for r in rows:
-            ids = {"token": r.token, "worker": r.incarnation}
-            entry = (
-                {"what": r.kind} | {name: value for name, value in ids.items() if value is not None} | json.loads(r.detail_json)
-            )
-            out.append((r.at_us, entry))
-        return out
-
-    def _tool_history(self, conn: sa.Connection, key: SlotKey) -> list[tuple[int, dict[str, Any]]]:
-        out = []
-        for r in self._tool_rows(conn, key):
-            out.append((r.requested_at_us, {"what": "tool_called", "call": r.call_index, "tool": r.tool, "token": r.lease_token}))
-            if r.answered_at_us is not None:
-                out.append((r.answered_at_us, {"what": "tool_answered", "call": r.call_index}))
-        return out
-
-    def _tell_lease(self, conn: sa.Connection, key: SlotKey, story: dict[str, Any]) -> None:
-        lease = self._row(conn, t.lease, key)
-        if lease is not None:
-            story["state"] = "leased" if lease.incarnation else "pending"
-            story |= {"lease_token": lease.token, "attempt": lease.attempt, "worker": lease.incarnation}
-
-    def _tell_sample(self, conn: sa.Connection, key: SlotKey, story: dict[str, Any], history: list[Any]) -> None:
-        s = self._row(conn, t.sample, key)
-        if s is None:
-            return
-        story |= {
-            "state": "submitted", "worker": s.incarnation, "attempt": s.attempt, "lease_token": s.lease_token,
-            "lineage": s.lineage, "n_tokens": s.n_tokens, "versions": f"{s.version_min}..{s.version_max}", "reward": s.reward,
-            "reward_status": s.reward_status, "sandbox_status": s.sandbox_status, "finish_reason": s.finish_reason,
-            "generate_s": s.generate_s, "verify_s": s.verify_s, "payload_digest": s.payload_digest,
-        }  # fmt: skip
-        history.append((s.accepted_at_us, {"what": "sample_accepted", "token": s.lease_token, "worker": s.incarnation,
-                                           "reward": s.reward, "reward_status": s.reward_status}))  # fmt: skip
-
-    def _tell_verdict(self, conn: sa.Connection, key: SlotKey, story: dict[str, Any], history: list[Any]) -> None:
-        verdict = self._row(conn, t.verdict, key)
-        if verdict is not None:
-            story |= {"state": verdict.kind, "reason": verdict.reason}
-            history.append((verdict.decided_at_us, {"what": "verdict", "verdict": verdict.kind, "reason": verdict.reason}))
-
-    def _tell_training(self, conn: sa.Connection, key: SlotKey, story: dict[str, Any], history: list[Any]) -> None:
-        run_id, i, p, o, c = self.run.run_id, t.plan_item.c, t.plan.c, t.plan_outcome.c, t.checkpoint.c
-        lineage = self._newest_lineage()
-        self._tell_closed_lineages(conn, key, history)
-        item = conn.execute(
-            sa.select(t.plan_item).where(
-                i.run_id == run_id, i.ordinal == key.ordinal, i.sibling == key.sibling, self._along(i.lineage, i.step, lineage)
-            )
-        ).first()
-        if item is None:
-            return
-        here = {"lineage": item.lineage, "step": item.step}
-        plan = conn.execute(sa.select(t.plan).where(p.run_id == run_id, p.lineage == item.lineage, p.step == item.step)).one()
-        story["members"] = self._members(conn, lineage, i.ordinal == key.ordinal)
-        story |= {"state": "planned", "step": item.step, "position": item.pos, "lag": plan.base_version - int(
-            self._row(conn, t.sample, key).version_min)}  # fmt: skip
-        history.append((plan.planned_at_us, {"what": "planned", **here, "position": item.pos}))
-        end = conn.execute(
-            sa.select(t.plan_outcome).where(o.run_id == run_id, o.lineage == item.lineage, o.step == item.step)
-        ).first()
-        if end is not None:
-            history.append((end.finished_at_us, {"what": end.outcome, **here, "reason": end.reason}))
-        covering = conn.execute(
-            sa.select(t.checkpoint).where(
-                c.run_id == run_id, self._along(c.lineage, c.step, lineage), c.step >= item.step, c.state == "committed"
-            ).order_by(c.step).limit(1)
-        ).first()  # fmt: skip
-        if covering is not None:
-            story |= {"state": "applied", "checkpoint": covering.dir_name}
-            history.append((covering.committed_at_us, {"what": "checkpoint", "step": covering.step, "dir": covering.dir_name}))
-
-    def _tell_closed_lineages(self, conn: sa.Connection, key: SlotKey, history: list[Any]) -> None:
-        """Plans of the slot that a fork has left behind; the new lineage repeats them (R7)."""
-        run_id, i, p, o = self.run.run_id, t.plan_item.c, t.plan.c, t.plan_outcome.c
-        if len(self._lineages) == 1:
-            return
-        rows = conn.execute(
-            sa.select(i.lineage, i.step, i.pos, p.planned_at_us, o.outcome, o.reason, o.finished_at_us)
-            .join(t.plan, sa.and_(p.run_id == i.run_id, p.lineage == i.lineage, p.step == i.step))
-            .outerjoin(t.plan_outcome, sa.and_(o.run_id == i.run_id, o.lineage == i.lineage, o.step == i.step))
-            .where(
-                i.run_id == run_id, i.ordinal == key.ordinal, i.sibling == key.sibling,
-                ~self._along(i.lineage, i.step, self._newest_lineage()),
-            )
-        ).all()  # fmt: skip
-        for r in rows:
-            here = {"lineage": r.lineage, "step": r.step}
-            history.append((r.planned_at_us, {"what": "planned", **here, "position": r.pos}))
-            if r.outcome is not None:
-                history.append((r.finished_at_us, {"what": r.outcome, **here, "reason": r.reason}))
-        if rows:
-            c, first = t.lineage.c, min(r.lineage for r in rows)
-            for fork in conn.execute(sa.select(t.lineage).where(c.run_id == run_id, c.lineage > first)):
-                history.append((fork.created_at_us, {"what": "lineage_forked", "lineage": fork.lineage, "step": fork.fork_step}))
-
 
 def _kept(table: sa.Table, kept: Kept) -> tuple[Any, ...]:
     """Condition on the rows of a table that are not in a group that is gone, or going."""
@@ -447,3 +296,10 @@ def _kept(table: sa.Table, kept: Kept) -> tuple[Any, ...]:
 
 def _and_gone(counts: dict[str, int], gone: Mapping[str, int], names: Mapping[str, str]) -> dict[str, int]:
     return counts | {name: counts[name] + gone[of] for name, of in names.items()}
+
+
+def event_shown(r: Any) -> dict[str, Any]:
+    """A row of ``event`` for a person: when, what, about whom, and its details."""
+    slot = None if r.ordinal is None else str(r.ordinal) if r.sibling is None else f"{r.ordinal}.{r.sibling}"
+    known = {"at_s": r.at_us / 1e6, "what": r.kind, "sample": slot, "token": r.token, "worker": r.incarnation}
+    return {name: value for name, value in known.items() if value is not None} | {"detail": json.loads(r.detail_json)}

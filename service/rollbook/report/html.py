@@ -10,27 +10,35 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollbook.core.config import Config
+from rollbook.core.host import host
 from rollbook.core.ports import LedgerPort
+from rollbook.report import heldout, sections
 from rollbook.report.bias import bias_section, survival_panels, unsafe_banner
 from rollbook.report.plots import png, survival_png
 from rollbook.report.progress import shown_url
+from rollbook.report.standing import standing
 
-PANELS = (
-    ("mean reward of valid samples", ("reward_mean",)),
-    ("effective sample size of the importance weights", ("ess_token_raw_fraction", "ess_token_applied_fraction")),
-    ("entropy (nats per token)", ("entropy_mean",)),
-    ("lag (versions)", ("lag_head_mean", "lag_head_max")),
-    ("gradient norm", ("grad_norm",)),
-)
 _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
     "table{border-collapse:collapse;margin:.5rem 0}td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}"
     ".alarm{color:#fff;background:#b00020;padding:.4rem .6rem;font-weight:600}"
     "img{max-width:100%}pre{background:#f6f6f6;padding:.6rem;overflow:auto}"
 )
+
+
+class Records(Protocol):
+    """What the report reads from rows that no verb gives; ``ledger.readonly.Reader`` has it."""
+
+    def manifest(self) -> dict[str, Any]: ...
+
+    def recoveries(self) -> list[dict[str, Any]]: ...
+
+    def lost_seconds(self) -> list[dict[str, Any]]: ...
+
+    def sample_seconds(self) -> dict[str, float]: ...
 
 
 def _table(rows: Sequence[tuple[str, object]]) -> str:
@@ -45,53 +53,66 @@ def _configuration(config: Config) -> str:
     return json.dumps(content, indent=1)
 
 
-def _panels(metrics: Sequence[dict]) -> list:
-    panels = []
-    for title, names in PANELS:
-        lines = {}
-        for name in names:
-            points = [(m["step"], m[name]) for m in metrics if m.get(name) is not None]
-            if points:
-                lines[name] = ([p[0] for p in points], [p[1] for p in points])
-        if lines:
-            panels.append((title, lines))
-    return panels
-
-
 def _image(title: str, png_bytes: bytes) -> str:
-    return f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(png_bytes).decode()}">'
+    return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png_bytes).decode()}">'
 
 
 def write(
-    config: Config, ledger: LedgerPort, metrics: Sequence[dict], out_dir: Path, counts: Mapping[str, Any] | None = None
-) -> Path:
+    config: Config, ledger: LedgerPort, metrics: Sequence[dict], out_dir: Path, counts: Mapping[str, Any] | None = None,
+    records: Records | None = None, why_not: str = "the rows of the database were not given",
+) -> Path:  # fmt: skip
     """Write ``report.html``, ``reward.png`` and ``metrics.json``; returns the path of the HTML file.
 
-    ``counts``: ``ledger.survival()`` where it was read already; it is the longest reading of a large run.
+    ``counts``: ``ledger.survival()`` where it was read already; it is the longest reading of a large run. ``records``: the run's
+    rows, or ``why_not`` they could not be read.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "metrics.json").write_text(json.dumps(list(metrics), indent=1))
     state = ledger.run_status()
     violations = ledger.audit()
-    panels = _panels(metrics)
+    panels = sections.curves(config, metrics, heldout.kept(config.run.dir)) if metrics else []
     plot = png(panels, out_dir / "reward.png") if panels else b""
     image = _image("curves by step", plot) if plot else "<p>no steps</p>"
     counts = ledger.survival() if counts is None else counts
     bars = survival_panels(counts)
-    audit = (
-        "clean" if not violations else f"{len(violations)} violations: " + "; ".join(f"{v.promise} {v.check}" for v in violations)
-    )
+    lost = records.lost_seconds() if records else None
     body = [
         f"<h1>Run {html.escape(config.run.id)}</h1>", unsafe_banner(counts),
-        _table([("audit", audit), *state["steps"].items(), ("head", state["head"])]),
+        _table([("audit", _audited(violations)), *_summary(state, metrics), *state["steps"].items(), ("head", state["head"])]),
         "<h2>Curves</h2>", image,
+        sections.staleness(config, metrics), sections.off_policy(config, metrics),
         "<h2>Slots</h2>", _table(list(state["slots"].items())),
         "<h2>Submissions</h2>", _table(list(state["submits"].items())),
         "<h2>Verdicts and failures</h2>", _table([*state["verdicts"].items(), *state["failures"].items()] or [("none", "")]),
         bias_section(counts, state), _image("survival by bucket", survival_png(bars)) if bars else "",
+        sections.time_and_cost(state, metrics, records.sample_seconds() if records else None, lost),
+        sections.recoveries(records.recoveries() if records else None, metrics, why_not),
+        sections.manifest(records.manifest() if records else None, why_not),
         "<h2>Configuration</h2>", f"<pre>{html.escape(_configuration(config))}</pre>",
     ]  # fmt: skip
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(config.run.id)}</title>'
     file = out_dir / "report.html"
-    file.write_text(f"{page}<style>{_STYLE}</style>{''.join(body)}</html>")
+    file.write_text(framed(config.run.id, "".join(body)))
     return file
+
+
+def framed(title: str, body: str) -> str:
+    """A whole page that loads nothing from anywhere."""
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+    return f"{head}<style>{_STYLE}</style>{body}</html>"
+
+
+def _audited(violations: Sequence[Any]) -> str:
+    if not violations:
+        return "clean"
+    return f"{len(violations)} violations: " + "; ".join(f"{v.promise} {v.check}" for v in violations)
+
+
+def _summary(state: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, object]]:
+    """The run in a few numbers."""
+    rewards = [value for _, value in sections.finite(metrics, "reward_mean")]
+    tenth = max(1, len(rewards) // 10)
+    found: list[tuple[str, object]] = [("state", standing(state, host().time()).state)]
+    if rewards:
+        first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+        found.append(("mean reward, first and last tenth of the steps", f"{first:.3f} to {last:.3f}"))
+    return [*found, ("tokens accepted", state["tokens"]["accepted"]), ("groups quarantined", len(state.get("quarantines", ())))]

@@ -41,7 +41,8 @@ def png(panels: Sequence[tuple[str, dict[str, tuple[Sequence[float], Sequence[fl
     figure, axes = plt.subplots(len(panels), 1, figsize=(8, 2.4 * len(panels)), sharex=True, squeeze=False)
     for axis, (title, lines) in zip(axes[:, 0], panels, strict=True):
         for label, (steps, values) in lines.items():
-            axis.plot(steps, values, label=label, linewidth=1.3)
+            style = {"linestyle": "--", "color": "#888888"} if label.startswith("bound") else {}
+            axis.plot(steps, values, label=label, linewidth=1.3, marker="." if len(steps) == 1 else "", **style)
         axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
         if len(lines) > 1:

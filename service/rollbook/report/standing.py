@@ -1,0 +1,77 @@
+"""What a run does now and what it waits for, in one line: read off ``run_status``, the same for the page and the terminal.
+
+Owns the order in which causes are looked for: the one that a person can do something about comes first. Never reads a ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SILENT_S = 60.0
+"""A worker that has not been heard of for this long does no work; its leases go back when their time is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """``state``: complete, paused, broken, draining, stuck or running; ``waits_for``: what the next step needs."""
+
+    state: str
+    waits_for: str
+    since_step_s: float | None
+    """Seconds since a step was finished; None before the first."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def standing(state: Mapping[str, Any], now_s: float) -> Standing:
+    """``state``: an answer of ``run_status``; ``now_s``: the ledger's time, seconds since the epoch."""
+    last = state.get("last_step") or {}
+    since = max(0.0, now_s - last["finished_at_s"]) if last else None
+    kind, why = _cause(state)
+    return Standing(kind, why, since)
+
+
+def _cause(state: Mapping[str, Any]) -> tuple[str, str]:
+    steps, breaker = state["steps"], state.get("breaker") or {}
+    finished = steps["trained"] + steps["skipped"]
+    if steps["configured"] and finished >= steps["configured"] and steps["checkpoint"] >= steps["configured"]:
+        return "complete", "nothing: every step is made and checkpointed"
+    if state.get("paused"):
+        return "paused", f"an operator: {state['paused']}"
+    if breaker.get("state") == "open":
+        last = f"; last: {breaker['last']}" if breaker.get("last") else ""
+        return "broken", f"infrastructure to work again: the circuit breaker is open, only probes are leased{last}"
+    if state.get("draining"):
+        return "draining", "a restart: workers were told to stop leasing"
+    return _who(state, finished)
+
+
+def _who(state: Mapping[str, Any], finished: int) -> tuple[str, str]:
+    steps, slots = state["steps"], state["slots"]
+    held = {role["role"]: role["expires_in_s"] for role in state["roles"]}
+    if held.get("learner", -1.0) <= 0:
+        return "stuck", "a learner: nobody holds its role" + _ago(held.get("learner"))
+    if steps["planned"] > finished:
+        return "running", f"the learner: step {steps['planned']} is planned and not finished"
+    live = [worker for worker in state["workers"] if worker["beat_age_s"] <= SILENT_S]
+    if not live:
+        silent = len(state["workers"])
+        said = f"rollout workers: none was heard of in the last {SILENT_S:.0f} s"
+        return "stuck", said + (f" ({silent} silent)" if silent else "")
+    if slots["leased"]:
+        head = (state.get("head") or {}).get("version", 0)
+        behind = [head - (w["version"] if w["version"] is not None else -1) for w in live]
+        late = f"; the freshest worker is {min(behind)} versions behind version {head}" if min(behind) > 1 else ""
+        return "running", f"rollouts: {slots['leased']} slots are with {len(live)} workers{late}"
+    if slots["pending"]:
+        return "running", f"a worker to lease one of {slots['pending']} waiting slots"
+    if held.get("feeder", -1.0) <= 0:
+        return "stuck", "a feeder: no slot waits and nobody holds its role" + _ago(held.get("feeder"))
+    return "running", "the feeder: no slot waits"
+
+
+def _ago(expires_in_s: float | None) -> str:
+    return "" if expires_in_s is None else f" since {-expires_in_s:.0f} s"

@@ -1,0 +1,295 @@
+"""The read-only status page of a run: one HTML file without anything from elsewhere, and the JSON it polls.
+
+Owns the HTTP side: who may look, what a browser may do with the page, how often the ledger is asked. Never writes and never
+computes a number: content is ``run_status``, ``step_metrics``, ``recent_events`` and ``explain``. Text of tasks and models is
+untrusted; it travels as JSON and the page puts it into text nodes only, which its Content-Security-Policy and Trusted Types
+enforce. On loopback without tokens a foreign ``Host`` is refused, so that no website reaches it through a name of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import math
+import re
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+from rollbook.core.errors import ConfigError, Expired, NotFound, RollbookError
+from rollbook.core.host import host
+from rollbook.core.records import SlotKey
+from rollbook.core.security import LEDGER, OBSERVER, OPERATOR, Grants, check_private, check_reach, is_loopback, load_grants
+from rollbook.core.settings import SecurityConfig
+from rollbook.report.standing import standing
+
+CACHE_S = 1.0
+"""How long one answer of the ledger is shown to everybody."""
+CACHE_SHARE = 0.05
+"""Largest share of the time that reading the ledger for the page may take."""
+STEPS_SHOWN = 300
+EVENTS_SHOWN = 60
+OPEN_MAX = 32
+"""Requests answered at once; further ones are closed unanswered."""
+REQUEST_S = 5.0
+WAIT_S = 2.0
+"""How long one request waits for the reading of another; a slow database is said, not shown as a page that hangs."""
+PLOTTED = ("step", "outcome", "reward_mean", "lag_head_mean", "lag_head_max", "ess_token_raw_fraction", "finished_at_s")
+READERS = (OBSERVER, OPERATOR, LEDGER)
+PAGE = Path(__file__).with_name("status.html")
+
+log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """What the page shows."""
+
+    def run_status(self) -> dict: ...
+
+    def step_metrics(self, lineage: int, first_step: int = 1) -> list[dict]: ...
+
+    def recent_events(self, n_max: int = 100) -> list[dict]: ...
+
+    def explain(self, key: SlotKey) -> dict: ...
+
+
+class Content:
+    """Answers of one run, read at most once a second and a fixed share of the time; searches one at a time."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._lock, self._search = threading.Lock(), threading.Lock()
+        self._shown: tuple[int, bytes] = (503, b"{}")
+        self._fresh_until_s, self._began_s = float("-inf"), 0.0
+
+    def data(self) -> tuple[int, bytes]:
+        """Status and JSON of the whole page."""
+        if not self._lock.acquire(timeout=WAIT_S):
+            return 503, _json({"error": f"the ledger has not answered for {host().monotonic() - self._began_s:.0f} s"})
+        try:
+            if host().monotonic() >= self._fresh_until_s:
+                self._began_s = host().monotonic()
+                self._shown = self._read()
+                took_s = host().monotonic() - self._began_s
+                self._fresh_until_s = host().monotonic() + max(CACHE_S, took_s / CACHE_SHARE)
+            return self._shown
+        finally:
+            self._lock.release()
+
+    def _read(self) -> tuple[int, bytes]:
+        try:
+            state = self._source.run_status()
+            now_s = host().time()
+            first = max(1, state["steps"]["planned"] - STEPS_SHOWN)
+            metrics = self._source.step_metrics(state["lineage"], first)
+            events = self._source.recent_events(EVENTS_SHOWN)
+        except RollbookError as error:
+            return 503, _json({"error": f"the ledger does not answer: {type(error).__name__}: {error}"})
+        shown = {
+            "at_s": now_s, "standing": standing(state, now_s).as_dict(), "run": state, "events": events,
+            "steps": [{name: m[name] for name in PLOTTED if m.get(name) is not None} for m in metrics],
+        }  # fmt: skip
+        return 200, _json(shown)
+
+    def story(self, text: str) -> tuple[int, bytes]:
+        """Status and JSON of one sample's story, as ``rollbook why --json`` prints it."""
+        try:
+            key = SlotKey.parse(text[:64])
+        except ValueError as error:
+            return 400, _json({"error": str(error)})
+        if not self._search.acquire(timeout=WAIT_S):
+            return 503, _json({"error": "another search is still running; ask again"})
+        try:
+            return 200, _json(self._source.explain(key))
+        except Expired as error:
+            return 410, _json({"error": str(error)})
+        except NotFound as error:
+            return 404, _json({"error": str(error)})
+        except RollbookError as error:
+            return 503, _json({"error": f"{type(error).__name__}: {error}"})
+        finally:
+            self._search.release()
+
+
+class StatusPage:
+    """``http(s)://host:port/`` while it is open; ``url`` is what to open in a browser."""
+
+    def __init__(self, address: str, content: Content, *, run_id: str, security: SecurityConfig) -> None:
+        """Start it; port 0 picks a free one. Raises ConfigError: the port is taken, or the address must not be used."""
+        check_reach(address, security, "ledger.status_address")
+        name, _, port = address.rpartition(":")
+        grants = load_grants(security.tokens) if security.tokens else None
+        context = _tls(security)
+        try:
+            self._server = _Server((name.strip("[]"), int(port)), _Handler)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"ledger.status_address = {address!r}: {getattr(error, 'strerror', None) or error}; choose another port, or an "
+                "empty address for no page"
+            ) from None
+        self._server.content, self._server.grants, self._server.run_id, self._server.context = content, grants, run_id, context
+        self._server.only_loopback = grants is None
+        self.url = f"{'https' if context else 'http'}://{name}:{self._server.server_port}/"
+        self.port = int(self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.2,), name="status-page", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and let the port go."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(2.0)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+    content: Content
+    grants: Grants | None
+    run_id: str
+    context: ssl.SSLContext | None
+    only_loopback: bool
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._free = threading.Semaphore(OPEN_MAX)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            if self.context is not None:  # here, so that a client that never shakes hands holds up nobody else
+                request.settimeout(REQUEST_S)
+                request = self.context.wrap_socket(request, server_side=True)
+            super().process_request_thread(request, client_address)
+        except (OSError, ssl.SSLError):
+            self.shutdown_request(request)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a request for the status page was not answered", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = REQUEST_S
+    server_version = "rollbook"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._reply(*self._answer())
+
+    def do_HEAD(self) -> None:
+        self._reply(*self._answer())
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        """Every other method of HTTP: refused."""
+        if not name.startswith("do_"):
+            raise AttributeError(name)
+        return lambda: self._reply(405, _json({"error": "this page is read-only: GET or HEAD"}), "application/json")
+
+    def _answer(self) -> tuple[int, bytes, str]:
+        asked = urlsplit(self.path)
+        if self.server.only_loopback and not is_loopback(_with_port(self.headers.get("Host", ""))):
+            return 403, _json({"error": "ask for this page by 127.0.0.1 or localhost"}), "application/json"
+        if asked.path == "/":
+            return 200, page()[0], "text/html; charset=utf-8"
+        if asked.path not in ("/data", "/story"):
+            return 404, _json({"error": "there are /, /data and /story?sample=ORDINAL.SIBLING"}), "application/json"
+        if not self._is_known():
+            return 401, _json({"error": "this run asks for an observer's token (Authorization: Bearer ...)"}), "application/json"
+        if asked.path == "/data":
+            return *self.server.content.data(), "application/json"
+        return *self.server.content.story(parse_qs(asked.query).get("sample", [""])[0]), "application/json"
+
+    def _is_known(self) -> bool:
+        """Whether the request carries a token that may read this run; everybody on loopback where the run has no tokens."""
+        if self.server.grants is None:
+            return True
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        grant = self.server.grants.of(token.strip()) if scheme == "Bearer" else None
+        return grant is not None and grant.role in READERS and grant.run_id in ("", self.server.run_id)
+
+    def _reply(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        for name, value in _headers(status).items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a look at the page is no news."""
+
+
+def _headers(status: int) -> Mapping[str, str]:
+    extra = {401: {"WWW-Authenticate": "Bearer"}, 405: {"Allow": "GET, HEAD"}}.get(status, {})
+    return extra | {
+        "Content-Security-Policy": page()[1], "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin",
+    }  # fmt: skip
+
+
+@cache
+def page() -> tuple[bytes, str]:
+    """The HTML, and a policy that lets exactly its own script and style run and talk to nobody but this server."""
+    text = PAGE.read_text()
+    digests = {}
+    for tag in ("script", "style"):
+        found = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.S)
+        assert found is not None, f"{PAGE} has no <{tag}>"
+        digests[tag] = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digests['script']}'; style-src 'sha256-{digests['style']}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    return text.encode(), policy
+
+
+def _with_port(name: str) -> str:
+    """A ``Host`` as ``host:port``."""
+    return name if re.search(r":\d+$", name) else f"{name}:80"
+
+
+def _tls(security: SecurityConfig) -> ssl.SSLContext | None:
+    if not security.certificate:
+        return None
+    check_private(security.key, "security.key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(security.certificate, security.key)
+        if security.require_client_certificate:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(security.ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"security.certificate = {security.certificate}: {error}") from None
+    return context
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(_finite(content)).encode()
+
+
+def _finite(value: Any) -> Any:
+    """Without NaN and infinities, which are no JSON to a browser."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
