@@ -51,7 +51,7 @@ mutants: env
 	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python -m mutants.run
 
 lint: env
-	$(BIN)/ruff check service tests chaos
+	$(BIN)/ruff check service tests chaos dashboards
 	$(BIN)/mypy service/rollbook
 
 audit-deps:

@@ -43,7 +43,7 @@ class Metric:
         return ("_bucket", "_sum", "_count") if self.kind == HISTOGRAM else ("",)
 
 
-def _of(kind: str, **labels: tuple[str, ...] | None) -> Metric:
+def _of(kind: str, /, **labels: tuple[str, ...] | None) -> Metric:
     return Metric(kind, labels)
 
 
