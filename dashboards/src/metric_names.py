@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 RUN_STATES = ("starting", "running", "paused", "draining", "recovering", "failed", "completed")
 POOLS = ("actor", "reward", "learner")
+RESTART_POOLS = (*POOLS, "feeder", "ledger")
 WORKER_STATES = ("starting", "ready", "draining", "lost")
 RESTARTS = ("crash", "oom", "heartbeat_lost", "preempted", "drain")
 OUTCOMES = ("ok", "failed", "stale_dropped", "filtered")
 FAILURES = ("timeout", "invalid_reward", "sandbox_failure", "reward_timeout", "engine_error", "oom", "parse_error",
-            "lease_expired", "cancelled")  # fmt: skip
-REWARD_FAILURES = ("invalid_reward", "sandbox_failure", "reward_timeout")
+            "lease_expired", "cancelled", "worker_died")  # fmt: skip
 STAGES = ("queue", "generate", "reward", "commit", "total")
 TASK_STATES = ("queued", "leased", "ready", "consumed", "dead")
 LEASE_EVENTS = ("granted", "renewed", "completed", "expired", "requeued", "fenced")
@@ -23,8 +23,10 @@ TRANSACTION_ERRORS = ("serialization", "deadlock", "connection", "constraint", "
 MASKED = ("stale", "ratio_high", "ratio_low")
 STEP_PHASES = ("data_wait", "reference_logprob", "forward_backward", "optimizer", "checkpoint", "publish")
 SYNC_PHASES = ("gather", "transfer", "load", "verify")
+SYNC_FAILURES = ("missing", "digest", "stale", "storage", "engine")
 ACTIVITIES = ("generate", "train", "weight_sync", "checkpoint", "idle", "wasted")
 CHECKPOINT_PHASES = ("snapshot", "write", "commit", "verify")
+CHECKPOINT_FAILURES = ("storage", "ledger", "other")
 COMPONENTS = ("actor", "reward", "learner", "controller", "ledger")
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
@@ -48,14 +50,14 @@ def _of(kind: str, /, **labels: tuple[str, ...] | None) -> Metric:
 
 
 OURS: dict[str, Metric] = {
-    "rollbook_build_info": _of(GAUGE, version=None, revision=None),
+    "rollbook_build_info": _of(GAUGE, version=None, python=None),
     "rollbook_config_info": _of(GAUGE, config_sha=None),
     "rollbook_run_state": _of(GAUGE, state=RUN_STATES),
     "rollbook_controller_leader": _of(GAUGE),
     "rollbook_controller_fencing_epoch": _of(GAUGE),
     "rollbook_workers": _of(GAUGE, pool=POOLS, state=WORKER_STATES),
     "rollbook_workers_desired": _of(GAUGE, pool=POOLS),
-    "rollbook_worker_restarts_total": _of(COUNTER, pool=POOLS, reason=RESTARTS),
+    "rollbook_worker_restarts_total": _of(COUNTER, pool=RESTART_POOLS, reason=RESTARTS),
     "rollbook_worker_heartbeat_timestamp_seconds": _of(GAUGE, pool=POOLS, worker=None),
     "rollbook_worker_policy_version": _of(GAUGE, pool=POOLS, worker=None),
     "rollbook_rollouts_total": _of(COUNTER, outcome=OUTCOMES),
@@ -64,6 +66,7 @@ OURS: dict[str, Metric] = {
     "rollbook_rollout_attempts": _of(HISTOGRAM),
     "rollbook_rollout_duration_seconds": _of(HISTOGRAM, stage=STAGES),
     "rollbook_tokens_total": _of(COUNTER, kind=("prompt", "completion")),
+    "rollbook_tokens_trained_total": _of(COUNTER),
     "rollbook_completion_tokens": _of(HISTOGRAM),
     "rollbook_rollout_policy_lag_versions": _of(HISTOGRAM),
     "rollbook_rollout_version_span_versions": _of(HISTOGRAM),
@@ -72,19 +75,21 @@ OURS: dict[str, Metric] = {
     "rollbook_ledger_oldest_task_age_seconds": _of(GAUGE, state=TASK_STATES[:3]),
     "rollbook_ledger_lease_events_total": _of(COUNTER, event=LEASE_EVENTS),
     "rollbook_ledger_duplicate_commits_total": _of(COUNTER),
-    "rollbook_ledger_invariant_violations_total": _of(COUNTER, check=None),
-    "rollbook_ledger_transaction_duration_seconds": _of(HISTOGRAM, op=None),
-    "rollbook_ledger_transaction_errors_total": _of(COUNTER, **{"op": None, "class": TRANSACTION_ERRORS}),
+    "rollbook_ledger_invariant_violations_total": _of(COUNTER, check=("submit_conflict", "tool_conflict")),
+    "rollbook_ledger_transaction_duration_seconds": _of(HISTOGRAM, op=("write", "read")),
+    "rollbook_ledger_transaction_errors_total": _of(COUNTER, **{"op": ("write", "read"), "class": TRANSACTION_ERRORS}),
     "rollbook_ledger_schema_version": _of(GAUGE),
     "rollbook_ledger_size_bytes": _of(GAUGE),
-    "rollbook_ledger_pool_connections": _of(GAUGE, state=("idle", "used")),
+    "rollbook_ledger_writes_waiting": _of(GAUGE),
+    "rollbook_ledger_commits_total": _of(COUNTER),
+    "rollbook_breaker_state": _of(GAUGE, state=("closed", "open")),
     "rollbook_reward": _of(HISTOGRAM, env=None),
     "rollbook_reward_duration_seconds": _of(HISTOGRAM, env=None),
     "rollbook_reward_group_zero_variance_total": _of(COUNTER, env=None),
     "rollbook_reward_groups_total": _of(COUNTER, env=None),
     "rollbook_offpolicy_ess_ratio": _of(GAUGE),
     "rollbook_offpolicy_clip_ratio": _of(GAUGE),
-    "rollbook_offpolicy_kl_nats": _of(GAUGE, estimator=None),
+    "rollbook_offpolicy_kl_nats": _of(GAUGE, estimator=("k1", "k2", "k3")),
     "rollbook_offpolicy_importance_ratio": _of(HISTOGRAM, level=("token", "sequence")),
     "rollbook_offpolicy_masked_tokens_total": _of(COUNTER, reason=MASKED),
     "rollbook_learner_steps_total": _of(COUNTER),
@@ -97,19 +102,21 @@ OURS: dict[str, Metric] = {
     "rollbook_learner_nonfinite_steps_total": _of(COUNTER, action=("skipped", "aborted")),
     "rollbook_learner_step_phase_duration_seconds": _of(HISTOGRAM, phase=STEP_PHASES),
     "rollbook_weight_sync_duration_seconds": _of(HISTOGRAM, phase=SYNC_PHASES),
-    "rollbook_weight_sync_bytes_total": _of(COUNTER, transport=None),
-    "rollbook_weight_sync_failures_total": _of(COUNTER, reason=None),
-    "rollbook_gpu_seconds_total": _of(COUNTER, pool=POOLS, activity=ACTIVITIES),
+    "rollbook_weight_sync_bytes_total": _of(COUNTER, transport=("files",)),
+    "rollbook_weight_sync_failures_total": _of(COUNTER, reason=SYNC_FAILURES),
+    "rollbook_gpu_seconds_total": _of(COUNTER, pool=("actor", "learner"), activity=ACTIVITIES),
+    "rollbook_gpu_wasted_seconds_total": _of(COUNTER, reason=("stale", "failed", "filtered", "skipped")),
+    "rollbook_gpu_utilization_ratio": _of(GAUGE, pool=POOLS, device=None),
     "rollbook_gpu_memory_used_bytes": _of(GAUGE, pool=POOLS, device=None),
     "rollbook_gpu_memory_capacity_bytes": _of(GAUGE, pool=POOLS, device=None),
     "rollbook_checkpoint_last_success_timestamp_seconds": _of(GAUGE),
     "rollbook_checkpoint_interval_seconds": _of(GAUGE),
     "rollbook_checkpoint_size_bytes": _of(GAUGE),
     "rollbook_checkpoint_duration_seconds": _of(HISTOGRAM, phase=CHECKPOINT_PHASES),
-    "rollbook_checkpoint_failures_total": _of(COUNTER, reason=None),
+    "rollbook_checkpoint_failures_total": _of(COUNTER, reason=CHECKPOINT_FAILURES),
     "rollbook_recovery_duration_seconds": _of(HISTOGRAM, component=COMPONENTS),
     "rollbook_recovery_lost_gpu_seconds_total": _of(COUNTER, component=COMPONENTS),
-    "rollbook_telemetry_dropped_total": _of(COUNTER, signal=None),
+    "rollbook_telemetry_dropped_total": _of(COUNTER, signal=("traces", "metrics", "logs")),
 }
 """What a run exports about itself."""
 

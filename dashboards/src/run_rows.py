@@ -9,7 +9,7 @@ from panel_kit import COUNT, RATE, RATIO, SECONDS, Panel
 from promql import age, increase, mean, newest, of, over, quantile, quantiles, rate, share, total
 
 OK = rate("rollouts_total", 'outcome="ok"', window="5m")
-ALL = rate("rollouts_total", window="5m")
+ALL = rate("rollouts_total", 'outcome=~"ok|failed"', window="5m")
 PAID = rate("gpu_seconds_total", window="5m")
 READY = total("workers", 'state="ready"')
 
@@ -23,7 +23,7 @@ HEALTH = (
           "LeaderCountWrong", kind="stat", width=4),
     Panel("Policy version", ((newest("learner_policy_version"), "version"),), COUNT, "Newest published weights.",
           "it stands still.", "MetricsAbsent", kind="stat", width=4),
-    Panel("Since the last step", ((age(newest('learner_last_step_timestamp_seconds')), "since"),), SECONDS,
+    Panel("Since the last step", ((age(newest("learner_last_step_timestamp_seconds")), "since"),), SECONDS,
           "Age of the newest finished step.", "15 minutes or more while the run is running.", "LearnerStalled",
           kind="stat", width=4, above=900),
     Panel("Ready of desired workers", ((READY, "ready"), (total("workers_desired"), "desired")), COUNT,
@@ -31,7 +31,7 @@ HEALTH = (
           width=4),
     Panel("Rollouts that succeed", ((share(OK, ALL), "ok"),), RATIO, "Share of all rollouts that ended well, over 5 minutes.",
           "below 80 %.", "RolloutFailureRatioHigh", kind="stat", width=4, below=0.8),
-    Panel("Age of the checkpoint", ((age(newest('checkpoint_last_success_timestamp_seconds')), "age"),), SECONDS,
+    Panel("Age of the checkpoint", ((age(newest("checkpoint_last_success_timestamp_seconds")), "age"),), SECONDS,
           "What a crash would cost now.", "half an hour or three intervals.", "CheckpointTooOld", kind="stat", width=4,
           above=1800),
     Panel("Effective sample size", ((f"min ({of('offpolicy_ess_ratio')})", "ESS"),), RATIO,
@@ -41,17 +41,18 @@ HEALTH = (
     Panel("GPU-seconds per applied sample", ((share(PAID, rate("rollouts_consumed_total", window="5m")), "GPU-s"),), SECONDS,
           "Everything paid for, over what was trained.", "it grows while the lengths do not.", "GpuIdleHigh", kind="stat",
           width=4),
-    Panel("GPU-seconds per 1,000 tokens", ((share(f"1000 * {PAID}", rate("tokens_total", 'kind="completion"', window="5m")),
+    Panel("GPU-seconds per 1,000 tokens", ((share(f"1000 * {PAID}", rate("tokens_trained_total", window="5m")),
           "GPU-s"),),
-          SECONDS, "Everything paid for, over what was generated.", "it grows.", "GpuIdleHigh", kind="stat", width=4),
+          SECONDS, "Everything paid for, over the tokens that were trained.", "it grows.", "GpuIdleHigh", kind="stat", width=4),
     Panel("Invariant violations", ((total("ledger_invariant_violations_total"), "violations"),), COUNT,
           "Broken promises of the ledger that the server has found.", "anything but 0.", "LedgerInvariantViolated",
           kind="stat", width=4, above=1),
 )  # fmt: skip
 
 THROUGHPUT = (
-    Panel("Rollouts by outcome", ((rate("rollouts_total", by="outcome"), "{{outcome}}"),), RATE, "Rollouts that end, by how.",
-          "failed or stale_dropped is a visible share; all fall to 0.", "RolloutFailureRatioHigh", stacked=True),
+    Panel("Rollouts by outcome", ((rate("rollouts_total", by="outcome"), "{{outcome}}"),), RATE,
+          "Attempts that end, by how; some of the ok ones are dropped later.",
+          "failed or stale_dropped is a visible share; all fall to 0.", "RolloutFailureRatioHigh"),
     Panel("Tokens", ((rate("tokens_total", by="kind"), "{{kind}}"),), RATE, "Tokens read and generated a second.",
           "it falls while workers are ready.", "WorkersBelowQuorum"),
     Panel("Produced and consumed", ((rate("rollouts_total", 'outcome="ok"'), "produced"), (rate("rollouts_consumed_total"),
@@ -75,7 +76,8 @@ STALENESS = (
     Panel("Lag against its bound", (*quantiles("rollout_policy_lag_versions", qs=(0.5, 0.95)),
           (newest("policy_lag_bound_versions"), "bound")), COUNT, "Lag and `schedule.max_lag_versions`.", "p95 at the bound.",
           "PolicyLagHigh"),
-    Panel("Dropped as stale", ((share(rate("rollouts_total", 'outcome="stale_dropped"'), rate("rollouts_total")), "share"),),
+    Panel("Dropped as stale", ((share(rate("rollouts_total", 'outcome="stale_dropped"'), rate("rollouts_total",
+          'outcome="ok"')), "share"),),
           RATIO,
           "Rollouts too old for any plan.", "above 10 %.", "StaleDropRatioHigh", above=0.1),
     Panel("Workers behind the learner", ((f"max by (worker) ({newest('learner_policy_version', by='run')} "
@@ -91,7 +93,7 @@ OFF_POLICY = (
     Panel("Effective sample size", ((f"min ({of('offpolicy_ess_ratio')})", "ESS"),), RATIO,
           "Share of the samples that carry the update.", "below 0.3.", "EssCollapse", width=8, below=0.3),
     Panel("Clipped and masked", ((newest("offpolicy_clip_ratio"), "clipped"),
-          (share(rate("offpolicy_masked_tokens_total", by="reason"), rate("tokens_total", 'kind="completion"')),
+          (share(rate("offpolicy_masked_tokens_total", by="reason"), rate("tokens_trained_total")),
           "masked: {{reason}}")),
           RATIO, "Tokens whose gradient is cut.", "more than a few percent.", "KlBlowUp", width=8),
     Panel("KL", ((newest("offpolicy_kl_nats", by="estimator"), "{{estimator}}"),), COUNT,
@@ -109,8 +111,8 @@ LEARNING = (
           "all in one row.", "RewardSaturated", kind="heatmap", width=8),
     Panel("Mean reward", ((mean("reward", by="env"), "{{env}}"),), COUNT, "By environment.", "it falls, or jumps to the maximum.",
           "RewardSaturated", width=8, from_zero=False),
-    Panel("Groups without variance", ((over(rate('reward_group_zero_variance_total', by='env'), rate('reward_groups_total',
-          by='env')),
+    Panel("Groups without variance", ((over(rate("reward_group_zero_variance_total", by="env"), rate("reward_groups_total",
+          by="env")),
           "{{env}}"),), RATIO, "Groups whose members all have the same reward: they teach nothing.", "above 80 %.",
           "RewardSaturated",
           width=8, above=0.8),
@@ -129,12 +131,15 @@ FAILURES = (
           "Attempts that gave no sample.",
           "one reason grows.", "RolloutFailureRatioHigh", width=8, stacked=True),
     Panel("Rewards not given", ((share(rate("rollout_failures_total", 'reason=~"invalid_reward|sandbox_failure|reward_timeout"'),
-          rate("rollouts_total")), "share"),), RATIO, "Verifier or sandbox failed: never a reward of 0.", "above 5 %.",
+          rate("rollouts_total", 'outcome=~"ok|failed"')), "share"),), RATIO,
+          "Verifier or sandbox failed: never a reward of 0.", "above 5 %.",
           "RewardFailureRatioHigh", width=8, above=0.05),
     Panel("Reward latency", ((quantile(0.95, "reward_duration_seconds", by="env"), "p95 {{env}}"),), SECONDS,
           "Time of one judgement.", "near its limit.", "RewardFailureRatioHigh", width=8),
     Panel("Dead slots", ((newest("ledger_tasks", 'state="dead"'), "dead"),), COUNT, "Slots that ended without a sample.",
-          "more than 10 in half an hour.", "DeadLetterGrowing", width=12),
+          "more than 10 in half an hour.", "DeadLetterGrowing", width=8),
+    Panel("Circuit breaker", ((newest("breaker_state", by="state"), "{{state}}"),), COUNT,
+          "Open: nothing is planned and slots are tried one at a time.", "open.", "RewardFailureRatioHigh", width=8),
     Panel("Restarts", ((increase("worker_restarts_total", by="pool, reason"), "{{pool}}: {{reason}}"),), COUNT,
-          "Processes started again.", "the same pool again and again.", "WorkerFlapping", width=12, stacked=True, bars=True),
+          "Processes started again.", "the same pool again and again.", "WorkerFlapping", width=8, stacked=True, bars=True),
 )  # fmt: skip

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
+import sqlite3
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
 from alert_cases import CASES, HEALTHY, Case
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.schema import CreateTable
+
+from rollbook.cli.main import build_parser
+from rollbook.core import settings
+from rollbook.core.config import Config
+from rollbook.ledger.schema import metadata
 from run_support import REPOSITORY
 
 DASHBOARDS = REPOSITORY / "dashboards"
@@ -81,7 +90,8 @@ def test_a_healthy_run_raises_no_alert(tmp_path: Path) -> None:
 
 
 def test_rules_and_configuration_pass_the_lint_of_prometheus() -> None:
-    for args in (("rules", "--lint=all", "--lint-fatal", *sorted(RULES.glob("*.yml"))), ("config", DASHBOARDS / "prometheus.yml")):
+    rules = sorted(RULES.glob("*.yml"))
+    for args in (("rules", "--lint=all", "--lint-fatal", *rules), ("config", DASHBOARDS / "prometheus.yml")):
         done = promtool("check", *args)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -107,3 +117,40 @@ def test_a_runbook_says_how_to_confirm_what_to_do_and_when_to_escalate(name: str
 
 def test_there_is_no_runbook_without_an_alert() -> None:
     assert {p.stem for p in RUNBOOKS.glob("*.md")} - {"README"} == set(alerts())
+
+
+@pytest.fixture(scope="module")
+def ledger() -> Iterator[sqlite3.Connection]:
+    """An empty ledger with the schema of this version."""
+    connection = sqlite3.connect(":memory:")
+    for ddl in (CreateTable(table).compile(dialect=sqlite.dialect()) for table in metadata.sorted_tables):
+        connection.execute(str(ddl))
+    yield connection
+    connection.close()
+
+
+@pytest.mark.parametrize("name", sorted(alerts()))
+def test_the_queries_of_a_runbook_run_on_the_schema(name: str, ledger: sqlite3.Connection) -> None:
+    blocks = re.findall(r"```sql\n(.*?)```", (RUNBOOKS / f"{name}.md").read_text(), re.DOTALL)
+    queries = [query for block in blocks for query in block.split(";") if query.strip()]
+    assert queries
+    for query in queries:
+        assert query.split()[0] == "SELECT"
+        ledger.execute(query).fetchall()
+
+
+def _settings(section: str) -> type:
+    return getattr(settings, {"workers": "Worker"}.get(section, section.capitalize()) + "Config")
+
+
+@pytest.mark.parametrize("name", sorted(alerts()))
+def test_what_a_runbook_links_to_and_sets_exists(name: str) -> None:
+    page = (RUNBOOKS / f"{name}.md").read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        assert (RUNBOOKS / link).is_file(), link
+    sections = {f.name for f in dataclasses.fields(Config)}
+    for section, field in re.findall(r"`([a-z]+)\.([a-z_]+)\b", page):
+        if section in sections:
+            assert field in {f.name for f in dataclasses.fields(_settings(section))}, (section, field)
+    commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    assert set(re.findall(r"`rollbook ([a-z]+)", page)) <= set(commands)  # type: ignore[arg-type]
