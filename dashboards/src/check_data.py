@@ -24,7 +24,8 @@ from prometheus_server import NotReady, ask
 
 DASHBOARDS = Path(__file__).resolve().parents[1]
 MAY_BE_EMPTY = frozenset({
-    "Engine requests", "Engine cache", "Tensor cores and device errors", "GPU memory", "Memory used", "Kernels running", "Reward latency",
+    "Engine requests", "Engine cache", "Tensor cores and device errors", "GPU memory", "Memory used", "Kernels running",
+        "Reward latency",
     "Recovery time", "Lost to faults", "Importance ratio", "Circuit breaker", "Groups without variance",
 })  # fmt: skip
 """Panels of a live run that have nothing to show without GPUs, faults, an environment or a first step."""
@@ -64,9 +65,11 @@ def check(url: str, boards: Iterable[Path], start: float, end: float, may_be_emp
             wrong = _wrong(url, fill_in(note["expr"], values), start, end)
             if wrong not in (None, "no series"):
                 found.bad.append(f"{board['uid']}: note {note['name']}: {wrong}")
-    exported = {FAMILY.sub("", name) for name in ask(url, "label/__name__/values", start=start, end=end) if name.startswith("rollbook_")}
+    exported = {FAMILY.sub("", name) for name in ask(url, "label/__name__/values", start=start,
+        end=end) if name.startswith("rollbook_")}
     everything = "\n".join(used)
-    found.unused = sorted(name for name in exported - set(UNUSED) if not re.search(rf"\b{name}(_bucket|_sum|_count)?\b", everything))
+    found.unused = sorted(name for name in exported - set(UNUSED) if not re.search(rf"\b{name}(_bucket|_sum|_count)?\b",
+        everything))
     return found
 
 

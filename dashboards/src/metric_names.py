@@ -58,8 +58,8 @@ OURS: dict[str, Metric] = {
     "rollbook_workers": _of(GAUGE, pool=POOLS, state=WORKER_STATES),
     "rollbook_workers_desired": _of(GAUGE, pool=POOLS),
     "rollbook_worker_restarts_total": _of(COUNTER, pool=RESTART_POOLS, reason=RESTARTS),
-    "rollbook_worker_heartbeat_timestamp_seconds": _of(GAUGE, pool=POOLS, worker=None),
-    "rollbook_worker_policy_version": _of(GAUGE, pool=POOLS, worker=None),
+    "rollbook_worker_heartbeat_timestamp_seconds": _of(GAUGE, pool=("actor",), worker=None),
+    "rollbook_worker_policy_version": _of(GAUGE, pool=("actor",), worker=None),
     "rollbook_rollouts_total": _of(COUNTER, outcome=OUTCOMES),
     "rollbook_rollout_failures_total": _of(COUNTER, reason=FAILURES),
     "rollbook_rollouts_consumed_total": _of(COUNTER),
@@ -90,7 +90,7 @@ OURS: dict[str, Metric] = {
     "rollbook_offpolicy_ess_ratio": _of(GAUGE),
     "rollbook_offpolicy_clip_ratio": _of(GAUGE),
     "rollbook_offpolicy_kl_nats": _of(GAUGE, estimator=("k1", "k2", "k3")),
-    "rollbook_offpolicy_importance_ratio": _of(HISTOGRAM, level=("token", "sequence")),
+    "rollbook_offpolicy_importance_ratio": _of(HISTOGRAM, level=("token",)),
     "rollbook_offpolicy_masked_tokens_total": _of(COUNTER, reason=MASKED),
     "rollbook_learner_steps_total": _of(COUNTER),
     "rollbook_learner_policy_version": _of(GAUGE),
@@ -132,10 +132,23 @@ ENGINES: dict[str, Metric] = {
 PROMETHEUS = ("up", "ALERTS", "scrape_samples_scraped")
 """What Prometheus makes itself."""
 
+_REPORT = "counted from the ledger over the whole run; `rollbook report` draws it with its bounds"
+_BESIDE = "the same question has a panel that is closer to its cause"
 UNUSED = {
     "rollbook_config_info": "compared between runs by hand: `count by (config_sha) (rollbook_config_info)`",
     "rollbook_learner_learning_rate": "follows the configuration; in the report",
-}
+    "rollbook_drop_bias_alarm": _REPORT, "rollbook_drop_kl_nats": _REPORT, "rollbook_ipw_effective_samples": _REPORT,
+    "rollbook_ipw_unrepaired_slots": _REPORT, "rollbook_slots_dropped_total": _REPORT, "rollbook_slots_opened_by_end": _REPORT,
+    "rollbook_slots_opened_total": _REPORT, "rollbook_survival_ratio": _REPORT, "rollbook_survival_slots": _REPORT,
+    "rollbook_trained_reward_mean": _REPORT, "rollbook_failures_total": _BESIDE, "rollbook_breaker_opened_total": _BESIDE,
+    "rollbook_ledger_conflicts_total": _BESIDE, "rollbook_ledger_readable": _BESIDE, "rollbook_worker_tokens_total": _BESIDE,
+    "rollbook_worker_submissions_total": _BESIDE, "rollbook_worker_slots_in_hand": _BESIDE,
+    "rollbook_groups_expired_total": "retention, off by default", "rollbook_low_watermark": "retention, off by default",
+    "rollbook_ledger_dead_tuples": "PostgreSQL only", "rollbook_ledger_oldest_xmin_age": "PostgreSQL only",
+    "rollbook_rpc_seconds": "many series; for a look at one method by hand",
+        "rollbook_rpc_retries_total": "as rollbook_rpc_seconds",
+    "rollbook_sandbox_unsafe": "told at the start of a run and in its manifest",
+}  # fmt: skip
 """Exported and on no panel, with the reason."""
 
 
