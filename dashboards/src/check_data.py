@@ -25,8 +25,7 @@ from prometheus_server import NotReady, ask
 DASHBOARDS = Path(__file__).resolve().parents[1]
 MAY_BE_EMPTY = frozenset({
     "Engine requests", "Engine cache", "Tensor cores and device errors", "GPU memory", "Memory used", "Kernels running",
-        "Reward latency",
-    "Recovery time", "Lost to faults", "Importance ratio", "Circuit breaker", "Groups without variance",
+    "Reward latency", "Recovery time", "Lost to faults", "Importance ratio", "Circuit breaker", "Groups without variance",
 })  # fmt: skip
 """Panels of a live run that have nothing to show without GPUs, faults, an environment or a first step."""
 STEPS_MAX = 300
@@ -65,11 +64,11 @@ def check(url: str, boards: Iterable[Path], start: float, end: float, may_be_emp
             wrong = _wrong(url, fill_in(note["expr"], values), start, end)
             if wrong not in (None, "no series"):
                 found.bad.append(f"{board['uid']}: note {note['name']}: {wrong}")
-    exported = {FAMILY.sub("", name) for name in ask(url, "label/__name__/values", start=start,
-        end=end) if name.startswith("rollbook_")}
+    names = ask(url, "label/__name__/values", start=start, end=end)
+    exported = {FAMILY.sub("", name) for name in names if name.startswith("rollbook_")}
     everything = "\n".join(used)
-    found.unused = sorted(name for name in exported - set(UNUSED) if not re.search(rf"\b{name}(_bucket|_sum|_count)?\b",
-        everything))
+    shown = {name for name in exported if re.search(rf"\b{name}(_bucket|_sum|_count)?\b", everything)}
+    found.unused = sorted(exported - shown - set(UNUSED))
     return found
 
 
@@ -131,7 +130,7 @@ def main() -> int:
         return 2
     for title, lines in (("EMPTY OR REFUSED", found.bad), ("empty, as it may be", found.empty), ("on no panel", found.unused)):
         print("\n".join(f"{title}: {line}" for line in lines))
-    print(f"check_data: {found.queries} queries, {len(found.bad)} bad, {len(found.empty)} empty, {len(found.unused)} metrics unused")
+    print(f"check_data: {found.queries} queries, {len(found.bad)} bad, {len(found.empty)} empty, {len(found.unused)} unused")
     return 1 if found.bad else 0
 
 

@@ -41,20 +41,20 @@ TYPICAL: Mapping[str, float] = {
     "rollout_attempts": 1, "completion_tokens": 300, "rollout_policy_lag_versions": 1, "rollout_version_span_versions": 0.5,
     "ledger_transaction_duration_seconds": 0.004, "reward": 0.5, "reward_duration_seconds": 0.3, "offpolicy_importance_ratio": 1,
     "queue": 1.5, "generate": 6, "total": 9, "commit": 0.6, "data_wait": 1.2, "forward_backward": 4, "optimizer": 0.4,
-        "publish": 0.8,
+    "publish": 0.8,
     "checkpoint": 0.6, "load": 2, "verify": 0.9, "transfer": 1.1,
 }  # fmt: skip
 """What an observation is about, by metric or by the value of its label; 0.5 where nothing is said."""
 PER_S: Mapping[str, float] = {
     "ok": 4, "failed": 0.1, "stale_dropped": 0.08, "filtered": 0.04, "prompt": 400, "completion": 1200, "granted": 4.2,
-        "renewed": 6,
+    "renewed": 6,
     "completed": 4, "generate": 1.9, "train": 0.7, "weight_sync": 0.1, "idle": 0.9, "wasted": 0.15, "files": 40e6,
     "rollouts_consumed_total": 3.8, "tokens_trained_total": 1150, "learner_steps_total": 0.12, "ledger_commits_total": 30,
     "reward_groups_total": 0.5, "reward_group_zero_variance_total": 0.12, "ledger_duplicate_commits_total": 0.01,
 }  # fmt: skip
 """How often something happens, by metric or by the value of its label; 0.02 where nothing is said."""
 NEVER = {"rollbook_ledger_invariant_violations_total", "rollbook_learner_nonfinite_steps_total",
-    "rollbook_telemetry_dropped_total",
+         "rollbook_telemetry_dropped_total",
          "rollbook_checkpoint_failures_total", "rollbook_weight_sync_failures_total", "rollbook_ledger_transaction_errors_total",
          "rollbook_worker_restarts_total", "rollbook_recovery_lost_gpu_seconds_total"}  # fmt: skip
 """Counters that only a fault moves."""
@@ -204,10 +204,9 @@ def _gauge(name: str, own: Mapping[str, str], moment: Moment, began: int) -> flo
     lost = own.get("pool") == "actor" and own.get("state") in ("ready", "lost")
     table = {
         "build_info": 1, "config_info": 1, "run_state": own.get("state") == moment.state,
-            "controller_leader": not moment.ledger_away,
+        "controller_leader": not moment.ledger_away,
         "controller_fencing_epoch": 1 + (at >= LEDGER_DIES_S + LEDGER_AWAY_S), "policy_lag_bound_versions": 4,
-        "workers": {"ready": 4 - away, "lost": away}.get(own.get("state", ""),
-            0) if lost else 1 if own.get("state") == "ready" else 0,
+        "workers": {"ready": 4 - away, "lost": away}[own["state"]] if lost else own.get("state") == "ready",
         "workers_desired": 4 if own.get("pool") == "actor" else 1, "worker_heartbeat_timestamp_seconds": now - 1 - at % 4,
         "worker_policy_version": max(moment.version - (1 + int(at // 70) % 2), 0), "learner_policy_version": moment.version,
         "ledger_tasks": {"queued": 64, "leased": 32, "ready": 12 + 6 * math.sin(at / 60), "consumed": 3.8 * at,
@@ -219,7 +218,7 @@ def _gauge(name: str, own: Mapping[str, str], moment: Moment, began: int) -> flo
         "offpolicy_clip_ratio": 0.02, "offpolicy_kl_nats": 0.01 + 0.004 * math.sin(at / 100),
         "learner_last_step_timestamp_seconds": now - (at - LEARNER_DIES_S if moment.learner_away else at % 8),
         "learner_loss": 0.1 * math.exp(-at / 900) + 0.01 * math.sin(at / 30),
-            "learner_gradient_norm": 0.7 + 0.2 * math.sin(at / 45),
+        "learner_gradient_norm": 0.7 + 0.2 * math.sin(at / 45),
         "learner_entropy_nats": 1.2 - at / 4000, "learner_learning_rate": 1e-4, "gpu_utilization_ratio": 0.7,
         "gpu_memory_used_bytes": 6e10, "gpu_memory_capacity_bytes": 8e10, "checkpoint_interval_seconds": 120,
         "checkpoint_last_success_timestamp_seconds": began + max(at - at % 120, 1), "checkpoint_size_bytes": 3.1e9,
@@ -242,7 +241,7 @@ def _others(made: Recorder, moment: Moment) -> None:
 
 
 def openmetrics(made: Recorder) -> Iterator[str]:
-    """Lines that `promtool tsdb create-blocks-from openmetrics` reads; without types, so that any series may stand in any order."""
+    """Lines that `promtool tsdb create-blocks-from openmetrics` reads; without types, so that series may stand in any order."""
     for (name, labels), values in sorted(made.values.items()):
         shown = ",".join(f'{label}="{value}"' for label, value in labels)
         yield from (f"{name}{{{shown}}} {value!r} {at}\n" for at, value in values)

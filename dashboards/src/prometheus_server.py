@@ -36,10 +36,8 @@ def is_installed() -> bool:
 
 def load(recorded: Path, data_dir: Path) -> None:
     """Turn OpenMetrics text with time stamps into blocks. Raises NotReady with promtool's words."""
-    done = subprocess.run(
-        ["promtool", "tsdb", "create-blocks-from", "openmetrics", str(recorded), str(data_dir)], capture_output=True, text=True,
-            timeout=600
-    )
+    command = ["promtool", "tsdb", "create-blocks-from", "openmetrics", str(recorded), str(data_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise NotReady(f"{recorded}: {done.stderr or done.stdout}")
 
