@@ -4,7 +4,8 @@
 #                        long again; all of it is judged and recorded in chaos/results
 # make mutants      plants known public bugs one by one; each must make a test fail
 # make lint         ruff and mypy          make proto   generate service/rollbook/v1 again
-# make dashboards   generates the dashboards again from dashboards/src
+# make dashboards   generates the dashboards again from dashboards/src          make render   draws them in a browser (needs node
+#                   and Chromium; 470 MB of npm packages): dashboards/render/out
 # make audit-deps   asks OSV (osv.dev) about every pinned package; exit 1 for a known vulnerability, 3 when it cannot be asked
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -15,7 +16,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 SMOLLM2 := $(CURDIR)/.venv/wheels
 
-.PHONY: env system quickstart test soak mutants lint audit-deps proto dashboards
+.PHONY: env system quickstart test soak mutants lint audit-deps proto dashboards render
 
 env: .venv/.installed
 
@@ -65,3 +66,10 @@ proto: env
 
 dashboards: env
 	$(BIN)/python dashboards/src/generate.py
+
+dashboards/render/dist/index.html: $(wildcard dashboards/render/*.js* dashboards/render/src/*) dashboards/render/index.html
+	cd dashboards/render && npm ci --legacy-peer-deps --no-audit --no-fund --loglevel=error && npx --no-install vite build
+
+render: env system dashboards/render/dist/index.html
+	@command -v chromium >/dev/null || apt-get -qq install -y --no-install-recommends chromium >/dev/null
+	$(BIN)/python dashboards/src/render.py
