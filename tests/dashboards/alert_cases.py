@@ -90,6 +90,7 @@ CASES = (
     Case("LeaderCountWrong", "5m", {LEADER % "a": "1+0x9", LEADER % "b": "1+0x9"}, "run r has 2 leading ledger servers", LABELS),
     Case("LeaderCountWrong", "5m", {LEADER % "a": "0+0x9", LEADER % "b": "0+0x9"}, "run r has 0 leading ledger servers", LABELS),
     Case("LeaderCountWrong", "5m", {LEADER % "a": "1+0x9", LEADER % "b": "0+0x9"}),
+    Case("LeaderCountWrong", "5m", {LEADER % "a": "1 1 stale", UP: "1+0x9"}, "run r has 0 leading ledger servers", LABELS),
     Case("LedgerInvariantViolated", "8m", {VIOLATIONS: "0+0x5 1+0x9"}, "run r violates submit_conflict",
          {"check": "submit_conflict"} | LABELS),
     Case("LedgerInvariantViolated", "8m", {VIOLATIONS: "_x5 1+0x9"}, "run r violates submit_conflict",
