@@ -68,7 +68,7 @@ dashboards: env
 	$(BIN)/python dashboards/src/generate.py
 
 dashboards/render/dist/index.html: $(wildcard dashboards/render/*.js* dashboards/render/src/*) dashboards/render/index.html
-	cd dashboards/render && npm install --legacy-peer-deps --no-audit --no-fund --loglevel=error && npx --no-install vite build
+	cd dashboards/render && npm ci --legacy-peer-deps --no-audit --no-fund --loglevel=error && npx --no-install vite build
 
 render: env system dashboards/render/dist/index.html
 	@command -v chromium >/dev/null || apt-get -qq install -y --no-install-recommends chromium >/dev/null
