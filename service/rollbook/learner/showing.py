@@ -33,9 +33,9 @@ def show_step(metrics: Mapping[str, Any]) -> None:
     for estimator in ("k1", "k2", "k3"):
         if (value := metrics.get(f"kl_behaviour_old_{estimator}")) is not None:
             shown.OFFPOLICY_KL_NATS.labels(estimator).set(value)
-    clipped = [metrics.get(f"clip_{side}_fraction") for side in ("low", "high")]
-    if None not in clipped:
-        shown.OFFPOLICY_CLIP_RATIO.set(sum(clipped))
+    low, high = (metrics.get(f"clip_{side}_fraction") for side in ("low", "high"))
+    if low is not None and high is not None:
+        shown.OFFPOLICY_CLIP_RATIO.set(low + high)
     if (rejected := metrics.get("rejected_fraction")) and metrics.get("tokens"):
         shown.OFFPOLICY_MASKED_TOKENS_TOTAL.labels("ratio_high").inc(rejected * metrics["tokens"])
 

@@ -76,7 +76,12 @@ class LedgerCollector:
 
     def warm(self) -> None:
         """Read once in a thread of its own: the first reading of a server goes over all of its run."""
-        host().thread(lambda: list(self.collect()), "metrics-warm").start()
+
+        def read() -> None:
+            for _ in self.collect():
+                return
+
+        host().thread(read, "metrics-warm").start()
 
     def collect(self) -> Iterator[Metric]:
         if self._lock.acquire(timeout=WAIT_S):
