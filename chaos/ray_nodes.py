@@ -19,7 +19,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -44,10 +43,11 @@ RAY = (sys.executable, "-m", "ray.scripts.scripts")
 """The command ``ray`` of the Python that runs this, wherever that has put it."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_prestart_worker_first_driver": "0",
-    "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_initial_delay_ms": "5000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "20000",
     "RAY_health_check_failure_threshold": "5", "RAY_worker_niceness": "0", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
-"""No statistics, no idle workers, a dead node is noticed within seconds, and roles run no nicer than others (Ray: nice 15)."""
+"""No statistics, no idle workers, and roles run no nicer than others (Ray: nice 15). A dead node refuses to be asked and is
+noticed within seconds; one that only answers late, while everything starts on two cores, has time to."""
 
 
 class NotStarted(Exception):
@@ -77,17 +77,12 @@ class RayNode:
 
     def start(self) -> None:
         """``ray start``; returns when the node has joined. Raises NotStarted."""
-        before = self.cluster.alive() if self is not self.cluster.head else {}
-        for attempt in range(1, ATTEMPTS + 1):
-            self.mark = uuid.uuid4().hex
-            self.process = self.cluster.launch(self)
-            try:
-                self.cluster.wait_alive(self, before)
-                return
-            except NotStarted:
-                self.kill()
-                if attempt == ATTEMPTS:
-                    raise
+        self.cluster.join([self])
+
+    def launch(self) -> None:
+        """``ray start``, as a node with a mark of its own."""
+        self.mark = uuid.uuid4().hex
+        self.process = self.cluster.launch(self)
 
     def kill(self) -> int:
         """Stop the whole tree, so that none reacts to another's death, SIGKILL it, see it gone; how many processes there were."""
@@ -148,9 +143,21 @@ class RayCluster:
             self.prepare(cpus, 0)
 
     def join(self, nodes: Sequence[RayNode]) -> None:
-        """Start nodes together. Raises NotStarted."""
-        with ThreadPoolExecutor(max(1, len(nodes))) as pool:
-            list(pool.map(RayNode.start, nodes))
+        """Start nodes together; by the calling thread, as what a drill starts dies with the thread that started it. Raises
+        NotStarted."""
+        before = self.alive() if self.head not in nodes else {}
+        for node in nodes:
+            node.launch()
+        for node in nodes:
+            for attempts_left in reversed(range(ATTEMPTS)):
+                try:
+                    self.wait_alive(node, before)
+                    break
+                except NotStarted:
+                    node.kill()
+                    if not attempts_left:
+                        raise
+                    node.launch()
 
     def prepare(self, cpus: float, gpus: float = 0, address: str = "", prefix: Sequence[str] = ()) -> RayNode:
         """A node that ``join`` is to start."""
