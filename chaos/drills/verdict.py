@@ -280,9 +280,12 @@ def lost_time(faults: Sequence[Fault], times: Sequence[float], window: Window) -
 
 
 def unexpected_deaths(text: str, faults: Sequence[Fault], allowed: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Deaths the supervisor told of that no fault may have cost. ``allowed`` ones may happen any number of times."""
+    """Deaths the supervisor told of that no fault may have cost. ``allowed`` ones may happen any number of times.
+
+    What it guesses behind a semicolon, as that the kernel ran out of memory, is no part of how a process died.
+    """
     told = re.findall(r"(\S+) died \((.*?)\); ", text)
-    seen = Counter((name.partition("-")[0], NODE_LOST if _NODE_LOST.match(how) else how) for name, how in told)
+    seen = Counter((name.partition("-")[0], NODE_LOST if _NODE_LOST.match(how) else how.partition("; ")[0]) for name, how in told)
     may = Counter(cost for fault in faults for cost in fault.may_cost)
     return [
         f"deaths: {role}, {how}, {n - may[(role, how)]} times more than was sent"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -383,6 +384,16 @@ def test_an_idle_transaction_ends_before_the_term_whatever_the_term(postgres_url
     database = Database(postgres_url, Host(), role_ttl_s=ttl_s)
     with database.writer.connect() as conn:
         assert conn.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar() == bound
+    database.close()
+
+
+def test_neither_end_waits_past_the_term_for_an_answer_that_is_not_taken_in(postgres_url: str) -> None:
+    database = Database(postgres_url, Host(), role_ttl_s=3.0)
+    with database.writer.connect() as conn:
+        assert conn.exec_driver_sql("SHOW tcp_user_timeout").scalar() == "2000"
+        assert conn.connection.driver_connection is not None
+        with socket.socket(fileno=os.dup(conn.connection.driver_connection.fileno())) as mine:
+            assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2000
     database.close()
 
 

@@ -227,6 +227,8 @@ def test_deaths_that_nobody_sent_are_found() -> None:
     assert len(verdict.unexpected_deaths(text, [])) == 3
     found = verdict.unexpected_deaths(text, sent, allowed=(("learner", "exit code 3"),))
     assert found == ["deaths: worker, exit code 1, 1 times more than was sent"]
+    guessed = "worker-0 died (killed by SIGKILL; meanwhile the kernel has killed for want of memory); starting"
+    assert verdict.unexpected_deaths(guessed, sent) == [] and len(verdict.unexpected_deaths(f"{guessed}\n{guessed}", sent)) == 1
 
 
 def test_a_lost_node_may_cost_the_roles_that_were_on_it() -> None:
