@@ -15,13 +15,14 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from test_ledger_metrics import READING
 
-from rollbook.observe import devices, metrics, targets
+from rollbook.observe import devices, metrics, targets, tracing
 from rollbook.observe.counted import CountedHistogram
 from rollbook.observe.devices import DeviceClock, GpuCollector
 from rollbook.observe.engine_metrics import EngineCollector
 from rollbook.observe.ledger_metrics import LedgerCollector, Surroundings
 from rollbook.observe.metric_table import BY_NAME, EVERY, SPECS, UNITS, Kind, table_text
 from rollbook.observe.targets import Target
+from tracing_support import traced
 
 PAGE = Path(__file__).resolve().parents[2] / "dashboards" / "METRICS.md"
 NEVER_LABELS = {"prompt", "task", "task_id", "sample", "rollout", "step", "version_id", "host", "port", "address", "exception"}
@@ -119,19 +120,13 @@ def test_promtool_finds_nothing_to_say(role: str, hidden: None) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_observation_carries_the_span_it_was_made_in_where_the_scraper_asks_for_it(hidden: None) -> None:
-    ids = {"trace_id": "a" * 32, "span_id": "b" * 16}
-    metrics.take_exemplars_from(lambda: ids)
-    try:
-        registry = shown("worker")
-        metrics.ROLLOUT_DURATION_SECONDS.labels("total").observe(3.0, metrics.exemplar())
-        assert b'trace_id="' + b"a" * 32 in openmetrics(registry)
-        assert b"trace_id" not in generate_latest(registry)
-        metrics.take_exemplars_from(lambda: {"trace_id": "a" * 200})
-        assert metrics.exemplar() == {}, "longer than an exemplar may be"
-    finally:
-        metrics.take_exemplars_from(dict)
-    assert metrics.exemplar() == {}
+def test_an_observation_carries_its_trace_only_where_the_scraper_asks_for_it(hidden: None) -> None:
+    registry = shown("worker")
+    with traced():
+        exemplar = tracing.exemplar(f"00-{'a' * 32}-{'b' * 16}-01")
+    metrics.ROLLOUT_DURATION_SECONDS.labels("total").observe(3.0, exemplar)
+    assert b'trace_id="' + b"a" * 32 in openmetrics(registry)
+    assert b"trace_id" not in generate_latest(registry)
 
 
 def test_time_that_is_neither_generation_nor_a_weight_update_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from rollbook.core.host import host
 from rollbook.core.records import Blame, RewardStatus
 from rollbook.core.survival import KL_DIMENSIONS, Dimension, assess
 from rollbook.observe import metric_table as table
+from rollbook.observe.metrics import TELEMETRY_DROPPED_TOTAL
 
 CACHE_S = 5.0
 CACHE_SHARE = 0.05
@@ -93,6 +94,8 @@ class LedgerCollector:
                     self._shown = _Shown(metrics, host().monotonic() + max(self._cache_s, took_s / CACHE_SHARE))
             finally:
                 self._lock.release()
+        else:
+            TELEMETRY_DROPPED_TOTAL.labels("metrics").inc()
         yield from self._shown.metrics
 
     def _read(self) -> list[Metric]:

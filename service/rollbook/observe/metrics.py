@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,7 @@ disable_created_metrics()  # a series more for each counter, of which a restart 
 REGISTRY = CollectorRegistry()
 """Registry of this process, apart from the default one that engines fill with their own metrics."""
 
-EXEMPLAR_CHARS_MAX = 128
-
 _CLASSES: Mapping[Kind, Any] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.INFO: Info, Kind.HISTOGRAM: Histogram}
-_exemplar_source: Callable[[], Mapping[str, str]] = dict
 
 
 def _made(spec: Spec) -> Any:
@@ -173,18 +170,6 @@ def hide_all() -> None:
     for name in sorted(_shown - {"rpc_seconds", "rpc_retries_total", "telemetry_dropped_total"}):
         REGISTRY.unregister(_OBJECTS[name])
         _shown.discard(name)
-
-
-def take_exemplars_from(source: Callable[[], Mapping[str, str]]) -> None:
-    """Ask ``source`` for the ids of the current span whenever an observation may carry them."""
-    global _exemplar_source
-    _exemplar_source = source
-
-
-def exemplar() -> dict[str, str]:
-    """Ids of the sampled span this thread is in, as an observation takes them; empty where there is none."""
-    found = dict(_exemplar_source())
-    return found if sum(len(name) + len(value) for name, value in found.items()) <= EXEMPLAR_CHARS_MAX else {}
 
 
 def spec_of(name: str) -> Spec:

@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
 from rollbook.core.host import host
+from rollbook.observe.metrics import TELEMETRY_DROPPED_TOTAL
 from rollbook.observe.tracing import LINKS_MAX, Span, Value, is_sampled, is_traceparent, span_id, trace_id
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 QUEUE_MAX = 2048
 """Spans that may wait to be sent, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise."""
 
+_DROPPED = TELEMETRY_DROPPED_TOTAL.labels("traces")
 _KINDS = {"internal": trace.SpanKind.INTERNAL, "client": trace.SpanKind.CLIENT, "server": trace.SpanKind.SERVER}
 
 
@@ -76,14 +78,14 @@ class _Counted(SpanExporter):
         self._lock = threading.Lock()
         self._n_batches_lost = 0
         self.waiting = 0
-        self.dropped = 0
 
     def enters(self, n_max: int) -> bool:
         """Whether one more span may wait; counted as dropped when not."""
         with self._lock:
             room = self.waiting < n_max
             self.waiting += room
-            self.dropped += not room
+        if not room:
+            _DROPPED.inc()
         return room
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -95,12 +97,13 @@ class _Counted(SpanExporter):
         lost = result is not SpanExportResult.SUCCESS
         with self._lock:
             self.waiting -= len(spans)
-            self.dropped += len(spans) if lost else 0
             self._n_batches_lost += lost
             n_lost = self._n_batches_lost
-        if lost and n_lost & (n_lost - 1) == 0:  # ever fewer of them
-            log.warning("spans were not sent, the collector does not take them",
-                        extra={"event": "spans_dropped", "dropped": self.dropped, "batches": n_lost})  # fmt: skip
+        if lost:
+            _DROPPED.inc(len(spans))
+            if n_lost & (n_lost - 1) == 0:  # ever fewer of them
+                log.warning("spans were not sent, the collector does not take them",
+                            extra={"event": "spans_dropped", "spans": len(spans), "batches": n_lost})  # fmt: skip
         return result
 
     def shutdown(self) -> None:
@@ -143,9 +146,6 @@ class Pipeline:
         )
         self._provider.add_span_processor(_Bounded(self._exporter))
         self._tracer = self._provider.get_tracer("rollbook")
-
-    def dropped(self) -> int:
-        return self._exporter.dropped
 
     def close(self, bound_s: float) -> None:
         """Send what waits; a collector that hangs is left to its own devices after ``bound_s``."""
