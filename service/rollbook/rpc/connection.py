@@ -233,7 +233,7 @@ class Retry:
         self._met.append(error)
         if status.is_elsewhere(error) and self._n_hops + 1 < self._connection.n_addresses:
             self._n_hops += 1
-            RPC_RETRIES_TOTAL.labels(self._method, type(error).__name__).inc()
+            RPC_RETRIES_TOTAL.labels(type(error).__name__).inc()
             return
         # A server that hangs says more about the round than a standby that answered after it.
         error = next((one for one in self._met if isinstance(one, DeadlineExceeded)), error)
@@ -255,7 +255,7 @@ class Retry:
                 f"{self._method} failed {self._n_failures} times over {spent_s:.0f} s at {self._connection.last_address}, "
                 f"last with: {error}; check that `rollbook ledger` is running"
             ) from error
-        RPC_RETRIES_TOTAL.labels(self._method, type(error).__name__).inc()
+        RPC_RETRIES_TOTAL.labels(type(error).__name__).inc()
         self._clock.sleep(wait_s)
 
 
