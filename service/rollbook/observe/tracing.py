@@ -160,9 +160,9 @@ def of_attempt(traceparent: str | None, token: int) -> str:
     """Context of one lease of a slot: a span of the slot's trace whose id follows from the lease's token.
 
     So a repeated answer names the same span, and the spans of an attempt have their parent whatever became of its worker. Where
-    this process traces nothing, nobody would make that span, and the slot's own context stands for it.
+    this process traces nothing, or not this slot, nobody would make that span, and the slot's own context stands for it.
     """
-    if not traceparent or _active is None:
+    if not traceparent or _active is None or not is_sampled(traceparent):
         return traceparent or ""
     return _with_span(traceparent, hashlib.blake2b(f"{traceparent[:52]}/{token}".encode(), digest_size=8).hexdigest())
 

@@ -64,7 +64,9 @@ class _Ids(IdGenerator):
         return given or self._rng.getrandbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        return self._rng.getrandbits(128) or 1
+        given = getattr(self.next, "trace_id", 0)
+        self.next.trace_id = 0
+        return given or self._rng.getrandbits(128) or 1
 
     def is_trace_id_random(self) -> bool:
         return True
@@ -158,8 +160,24 @@ class Pipeline:
         self._provider.force_flush()
 
     def span(self, name: str, parent: str, kind: str, attributes: Mapping[str, Value]) -> Span:
-        around = _around(parent) if is_traceparent(parent) else None
-        return _Live(self._tracer.start_span(name, around, _KINDS[kind], dict(attributes)))
+        if not is_traceparent(parent):
+            here = trace.get_current_span().get_span_context()
+            if not here.is_valid:
+                return self._begun(name, kind, attributes)
+            if here.trace_flags.sampled:
+                return _Live(self._tracer.start_span(name, None, _KINDS[kind], dict(attributes)))
+            parent = _text(here)
+        if not is_sampled(parent):
+            return _Unkept(parent)
+        return _Live(self._tracer.start_span(name, _around(parent), _KINDS[kind], dict(attributes)))
+
+    def _begun(self, name: str, kind: str, attributes: Mapping[str, Value]) -> Span:
+        """A span that nobody is the parent of; the sampler decides before anything is made for it."""
+        drawn = self._ids.generate_trace_id()
+        if not self._provider.sampler.should_sample(None, drawn, name).decision.is_sampled():
+            return _Unkept(f"00-{drawn:032x}-{self._ids.generate_span_id():016x}-00")
+        self._ids.next.trace_id = drawn
+        return _Live(self._tracer.start_span(name, contexts.Context(), _KINDS[kind], dict(attributes)))
 
     def link(self, traceparents: Sequence[str]) -> None:
         here, sampled = trace.get_current_span(), [one for one in traceparents if is_sampled(one)]
@@ -224,6 +242,23 @@ class _Live(Span):
 
     def end(self) -> None:
         self._span.end()
+
+
+class _Unkept(Span):
+    """A span of a trace that is not kept: nothing but the decision, for whoever is called."""
+
+    def __init__(self, traceparent: str) -> None:
+        self.traceparent = traceparent
+        self._token: object | None = None
+
+    def __enter__(self) -> Span:
+        self._token = contexts.attach(_around(self.traceparent))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            contexts.detach(self._token)  # type: ignore[arg-type]
+            self._token = None
 
 
 class _Within(Span):
