@@ -145,8 +145,8 @@ UNUSED = {
     "rollbook_worker_submissions_total": _BESIDE, "rollbook_worker_slots_in_hand": _BESIDE,
     "rollbook_groups_expired_total": "retention, off by default", "rollbook_low_watermark": "retention, off by default",
     "rollbook_ledger_dead_tuples": "PostgreSQL only", "rollbook_ledger_oldest_xmin_age": "PostgreSQL only",
-    "rollbook_rpc_seconds": "many series; for a look at one method by hand",
-        "rollbook_rpc_retries_total": "as rollbook_rpc_seconds",
+    "rollbook_rpc_seconds": "for a look at one method by hand", "rollbook_rpc_retries_total": "as rollbook_rpc_seconds",
+    "rollbook_rpc_failures_total": "as rollbook_rpc_seconds; refusals that only tell a caller to wait are among them",
     "rollbook_sandbox_unsafe": "told at the start of a run and in its manifest",
 }  # fmt: skip
 """Exported and on no panel, with the reason."""

@@ -22,6 +22,7 @@ from rollbook.cli.serving import serve_ledger
 from rollbook.core.config import load_config
 from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.core.records import Blame, FailureReport, RewardStatus
+from rollbook.observe import exporter, ledger_metrics
 from rollbook.observe.exporter import MetricsPage
 from rollbook.observe.ledger_metrics import LedgerCollector
 from rollbook.observe.metric_table import BY_NAME
@@ -132,6 +133,55 @@ def test_while_the_ledger_does_not_answer_no_old_value_is_shown() -> None:
 
     with page_of(LedgerCollector(away)) as port:
         assert scrape(port) == {("rollbook_ledger_readable", ()): 0.0}
+
+
+def dropped() -> float:
+    return REGISTRY.get_sample_value("rollbook_telemetry_dropped_total", {"signal": "metrics"}) or 0.0
+
+
+def test_a_scrape_waits_for_no_slow_ledger_and_what_it_gives_up_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_metrics, "WAIT_S", 0.01)
+    began, go_on, before = threading.Event(), threading.Event(), dropped()
+
+    def slow() -> dict[str, Any]:
+        began.set()
+        assert go_on.wait(60.0)
+        return READING
+
+    with page_of(LedgerCollector(slow)) as port:
+        first = threading.Thread(target=scrape, args=(port,), daemon=True)
+        first.start()
+        try:
+            assert began.wait(60.0)
+            assert scrape(port) == {}, "there was no reading before"
+            assert dropped() - before == 1
+        finally:
+            go_on.set()
+            first.join(30.0)
+        assert value(scrape(port), "rollbook_ledger_readable") == 1
+        assert dropped() - before == 1
+
+
+def test_more_scrapes_at_once_than_are_answered_are_turned_away_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "OPEN_MAX", 1)
+    began, go_on, before = threading.Event(), threading.Event(), dropped()
+
+    def slow() -> dict[str, Any]:
+        began.set()
+        assert go_on.wait(60.0)
+        return READING
+
+    with page_of(LedgerCollector(slow)) as port:
+        first = threading.Thread(target=scrape, args=(port,), daemon=True)
+        first.start()
+        try:
+            assert began.wait(60.0)
+            with pytest.raises(OSError):  # closed unanswered
+                scrape(port)
+            assert dropped() - before == 1
+        finally:
+            go_on.set()
+            first.join(30.0)
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -9,19 +9,25 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
-from test_ledger_metrics import READING
+from test_ledger_metrics import EMPTY, READING
 
-from rollbook.observe import devices, metrics, targets
+from rollbook.core.survival import UNKNOWN
+from rollbook.ledger.survival import named_buckets
+from rollbook.observe import devices, metrics, targets, tracing
 from rollbook.observe.counted import CountedHistogram
 from rollbook.observe.devices import DeviceClock, GpuCollector
 from rollbook.observe.engine_metrics import EngineCollector
 from rollbook.observe.ledger_metrics import LedgerCollector, Surroundings
 from rollbook.observe.metric_table import BY_NAME, EVERY, SPECS, UNITS, Kind, table_text
 from rollbook.observe.targets import Target
+from rollbook.rpc import status
+from rollbook.v1 import ledger_service_pb2 as pb
+from tracing_support import traced
 
 PAGE = Path(__file__).resolve().parents[2] / "dashboards" / "METRICS.md"
 NEVER_LABELS = {"prompt", "task", "task_id", "sample", "rollout", "step", "version_id", "host", "port", "address", "exception"}
@@ -38,7 +44,11 @@ def hidden() -> Iterator[None]:
 
 
 def shown(role: str) -> CollectorRegistry:
+    """Registry of a process of this role that has just begun."""
     metrics.hide_all()
+    shared = (metrics.RPC_SECONDS, metrics.RPC_FAILURES_TOTAL, metrics.RPC_RETRIES_TOTAL, metrics.RECOVERY_DURATION_SECONDS)
+    for one in shared:
+        one.clear()
     metrics.expose(role, config_sha="abc", version="1")
     return metrics.REGISTRY
 
@@ -96,8 +106,36 @@ def test_what_the_ledger_shows_stands_in_the_catalogue_with_its_labels_within_th
         for sample in family.samples:
             assert set(sample.labels) - {"le"} == set(spec.labels), sample
             assert all(sample.labels[label] in values for label, values in spec.labels.items() if values), sample
-    n_own = sum(len(family.samples) for family in shown("ledger").collect())
-    assert sum(len(family.samples) for family in families.values()) + n_own < SERIES_MAX["ledger"]
+
+
+def test_a_server_that_has_seen_everything_is_within_the_budget(hidden: None) -> None:
+    """Every bucket of every dimension has slots, every reason has dropped some, the database is PostgreSQL."""
+    def row(bucket: str) -> dict[str, Any]:
+        return {"bucket": bucket, "opened": 9, "finished": 9, "trained": 5, "waiting": 0, "dropped": {"failed": 4}, "rewarded": 5,
+                "rewarded_sum": 1.0, "reward_sum": 1.0}  # fmt: skip
+
+    buckets = {name: [*names, UNKNOWN] for name, names in named_buckets().items()} | {"task": ["a", "b"]}
+    survival = EMPTY | {
+        "dimensions": {name: [row(bucket) for bucket in names] for name, names in buckets.items()},
+        "dropped": dict.fromkeys(BY_NAME["slots_dropped_total"].labels["reason"], 1),
+    }
+    oldest_s = dict.fromkeys(BY_NAME["ledger_oldest_task_age_seconds"].labels["state"], 1.0)
+    full = READING | {
+        "survival": survival, "oldest_s": oldest_s, "head": 1, "last_step_at_s": 1.0, "checkpoint_at_s": 1.0,
+        "database": {"oldest_xmin_age": 1, "dead_tuples": 1},
+        "retention": {"groups": 1, "low_watermark": 1}, "writer": {"conflicts": 1, "commits": 1, "waiting": 1},
+    }  # fmt: skip
+    registry = CollectorRegistry()
+    registry.register(LedgerCollector(lambda: full, Surroundings(env="e")))
+    own = shown("ledger")
+    for method in pb.DESCRIPTOR.services_by_name["LedgerService"].methods:
+        for code in status.TABLE.values():
+            metrics.rpc_ended(method.name, 0.1, code.name)
+    families = list(registry.collect())
+    known = {spec.full_name for spec in SPECS if "ledger" in spec.roles and (spec.sql or spec.of_run)}
+    assert known <= {family.name + ("_total" if family.type == "counter" else "") for family in families}, "nothing is left out"
+    n_own = sum(len(family.samples) for family in own.collect())
+    assert 400 < sum(len(family.samples) for family in families) + n_own < SERIES_MAX["ledger"]
 
 
 def test_the_page_is_the_catalogue() -> None:
@@ -119,19 +157,13 @@ def test_promtool_finds_nothing_to_say(role: str, hidden: None) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_observation_carries_the_span_it_was_made_in_where_the_scraper_asks_for_it(hidden: None) -> None:
-    ids = {"trace_id": "a" * 32, "span_id": "b" * 16}
-    metrics.take_exemplars_from(lambda: ids)
-    try:
-        registry = shown("worker")
-        metrics.ROLLOUT_DURATION_SECONDS.labels("total").observe(3.0, metrics.exemplar())
-        assert b'trace_id="' + b"a" * 32 in openmetrics(registry)
-        assert b"trace_id" not in generate_latest(registry)
-        metrics.take_exemplars_from(lambda: {"trace_id": "a" * 200})
-        assert metrics.exemplar() == {}, "longer than an exemplar may be"
-    finally:
-        metrics.take_exemplars_from(dict)
-    assert metrics.exemplar() == {}
+def test_an_observation_carries_its_trace_only_where_the_scraper_asks_for_it(hidden: None) -> None:
+    registry = shown("worker")
+    with traced():
+        exemplar = tracing.exemplar(f"00-{'a' * 32}-{'b' * 16}-01")
+    metrics.ROLLOUT_DURATION_SECONDS.labels("total").observe(3.0, exemplar)
+    assert b'trace_id="' + b"a" * 32 in openmetrics(registry)
+    assert b"trace_id" not in generate_latest(registry)
 
 
 def test_time_that_is_neither_generation_nor_a_weight_update_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_the_backoff_is_jittered_doubles_and_is_bounded() -> None:
 
 def test_repetitions_are_counted() -> None:
     def count() -> float:
-        labels = {"method": "Audit", "reason": "StorageFull"}
+        labels = {"reason": "StorageFull"}
         return REGISTRY.get_sample_value("rollbook_rpc_retries_total", labels) or 0.0
 
     before = count()

@@ -42,6 +42,7 @@ from rollbook.core.errors import (
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import HeartbeatReply, LeaseReply, SampleData, SlotKey
 from rollbook.core.settings import SecurityConfig
+from rollbook.observe.metric_table import CODES, METHODS, RETRIED
 from rollbook.observe.metrics import REGISTRY
 from rollbook.rpc import status
 from rollbook.rpc.client import LedgerClient
@@ -61,8 +62,12 @@ def camel(verb: str) -> str:
     return "".join(word.capitalize() for word in verb.split("_"))
 
 
-def outcomes(method: str, outcome: str) -> float:
-    return REGISTRY.get_sample_value("rollbook_rpc_seconds_count", {"method": method, "outcome": outcome}) or 0.0
+def counted() -> tuple[float, float, float]:
+    """Calls of FinishPlan, calls of methods without a series, calls that ended with ABORTED."""
+    names = (("rpc_seconds_count", "method", "FinishPlan"), ("rpc_seconds_count", "method", "other"),
+             ("rpc_failures_total", "code", "ABORTED"))  # fmt: skip
+    first, other, failed = (REGISTRY.get_sample_value(f"rollbook_{name}", {label: v}) or 0.0 for name, label, v in names)
+    return first, other, failed
 
 
 def health_of(address: str, service: str) -> Any:
@@ -271,13 +276,22 @@ def test_a_ledger_error_of_a_server_without_its_role_is_not_passed_on_as_the_cal
             client.renew_role(TERM)
 
 
-def test_calls_are_counted_by_method_and_outcome() -> None:
+def test_calls_are_counted_by_method_and_failures_by_status() -> None:
+    args, kwargs = CALLS["finish_plan"]
     with wired(CannedLedger(audit=Fenced("no"))) as client:
-        before = outcomes("Drain", "ok"), outcomes("Audit", "Fenced")
+        before = counted()
         client.drain()
+        client.finish_plan(*args, **kwargs)
         with pytest.raises(Fenced):
             client.audit()
-        assert (outcomes("Drain", "ok"), outcomes("Audit", "Fenced")) == (before[0] + 1, before[1] + 1)
+        assert counted() == (before[0] + 1, before[1] + 2, before[2] + 1)
+
+
+def test_every_status_and_every_error_that_is_repeated_has_a_series_from_the_start() -> None:
+    assert set(CODES) == {code.name for code in status.TABLE.values()} | {"CANCELLED"}
+    assert set(RETRIED) == {error.__name__ for error in status.TABLE if issubclass(error, Unavailable)}
+    methods = {method.name for method in pb.DESCRIPTOR.services_by_name["LedgerService"].methods}
+    assert set(METHODS) - {"other"} < methods
 
 
 @pytest.mark.parametrize(("asked", "granted"), [(0.5, 0.5), (10 * WAIT_S_MAX, WAIT_S_MAX)])

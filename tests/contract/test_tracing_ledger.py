@@ -38,7 +38,7 @@ def test_a_slot_is_stored_with_its_trace_and_every_lease_of_it_is_a_part_of_that
         feed(s, contexts(2))
         first = s.lease(2)
         assert [tracing.trace_id(g.traceparent) for g in first] == [f"{1:032x}", f"{2:032x}"]
-        bench.clock.now += 31.0
+        bench.let_time_pass(31)
         other = s.worker()
         again = s.lease(2, incarnation=other)
         leases = kept.spans("lease")
@@ -107,7 +107,7 @@ def test_a_refill_is_issued_with_traces_of_its_own(bench: Bench) -> None:
     with traced() as kept:
         feed(s, contexts(2))
         s.lease(2)
-        bench.clock.now += 31.0
+        bench.let_time_pass(31)
         grants = s.lease(2)
         assert [str(g.key) for g in grants] == ["1.0", "1.1"]
         issued = {ids(span)[0]: dict(span.attributes or {}) for span in kept.spans("issue")}

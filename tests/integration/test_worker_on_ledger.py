@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from rollbook.core.config import Config
 from rollbook.core.packing import unpack_i32
 from rollbook.core.records import RunRecord, SlotKey
 from rollbook.learner.loop import run_learner
 from rollbook.ledger.ledger import Ledger
-from rollbook.observe import failpoints
+from rollbook.observe import failpoints, metrics
+from rollbook.observe.exporter import MetricsPage
 from rollbook.rollout.worker import run_worker
 from rollbook.tasks.feeder import run_feeder
 from rollout_doubles import worker_config
+from tracing_support import ids, traced
 
 STEPS = 3
 POINTS = ("worker.after_lease", "worker.mid_generate", "worker.after_generate", "worker.before_submit", "worker.after_submit")
@@ -128,3 +132,41 @@ def test_each_sample_says_which_version_sampled_it_and_its_probe_was_the_trainer
                 assert set(unpack_i32(sample.trajectory.versions)) == {version}
         assert all(len(json.loads(v.probe_json)["logprobs"]) >= 1 for v in ledger.versions(0))
     assert not list((tmp_path / "run" / "spool" / "worker-0").iterdir())
+
+
+def exemplars() -> set[tuple[str, str]]:
+    """Stage and trace of each exemplar of a rollout's duration on this process' page, as a scraper gets it."""
+    page = MetricsPage(0, metrics.REGISTRY)
+    try:
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{page.port}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
+        )
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    finally:
+        page.close()
+    return {
+        (sample.labels["stage"], sample.exemplar.labels["trace_id"])
+        for family in families if family.name == "rollbook_rollout_duration_seconds"
+        for sample in family.samples if sample.exemplar is not None
+    }  # fmt: skip
+
+
+def test_the_time_of_a_rollout_leads_to_its_trace_where_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
+    config = fixed_lag_config(tmp_path / "run")
+    metrics.expose("worker")
+    try:
+        before = exemplars()
+        with traced() as kept, roles_beside(config) as ledger:
+            run_worker(config, 0, ledger, ledger, threading.Event())
+            kept_traces = {ids(span)[0] for span in kept.spans("issue")}
+        found = exemplars() - before
+    finally:
+        metrics.hide_all()
+    assert 0 < len(kept_traces) < STEPS * 16
+    assert {stage for stage, _ in found} == {"generate", "reward", "commit", "total"}
+    assert {trace for _, trace in found} <= kept_traces

@@ -127,17 +127,17 @@ def test_two_tokens_in_one_call_are_none(folder: Path) -> None:
 
 
 def test_a_stranger_is_not_repeated_and_is_told_the_way_out(folder: Path) -> None:
-    before = _refused("Unauthenticated")
+    before = _refused("UNAUTHENTICATED")
     with secured(CannedLedger(), tokens_of(folder)) as server:
         for access in (Access(), Access(lambda: "x" * 43)):
             with LedgerClient(server.address, RUN_ID, access=access, retry_total_s=600.0) as client:
                 with pytest.raises(Unauthenticated, match="token"):
                     client.run_status()
-    assert _refused("Unauthenticated") == before + 2, "each was sent once"
+    assert _refused("UNAUTHENTICATED") == before + 2, "each was sent once"
 
 
-def _refused(outcome: str) -> float:
-    return REGISTRY.get_sample_value("rollbook_rpc_seconds_count", {"method": "RunStatus", "outcome": outcome}) or 0.0
+def _refused(code: str) -> float:
+    return REGISTRY.get_sample_value("rollbook_rpc_failures_total", {"code": code}) or 0.0
 
 
 def test_a_flood_of_strangers_fills_neither_the_log_nor_the_metrics(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from otlp_receiver import hanging, receiver, refusing
 from rollbook.core.host import host
 from rollbook.observe import log as logs
 from rollbook.observe import tracing
+from rollbook.observe.metrics import REGISTRY
 from rollbook.observe.tracing_sdk import Pipeline, exporter_named
 from run_support import environment, wait_until
 from tracing_support import ids, traced
@@ -189,6 +191,10 @@ def test_tracing_draws_from_no_global_generator() -> None:
         assert len(collector.spans()) == 4
 
 
+def dropped(signal: str = "traces") -> float:
+    return REGISTRY.get_sample_value("rollbook_telemetry_dropped_total", {"signal": signal}) or 0.0
+
+
 @contextmanager
 def sending(endpoint: str, timeout_s: str = "1", queue: str = "64") -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -202,14 +208,14 @@ def sending(endpoint: str, timeout_s: str = "1", queue: str = "64") -> Iterator[
 
 
 def test_spans_reach_a_collector_with_what_made_them() -> None:
-    before = tracing.dropped()
+    before = dropped()
     with receiver() as collector, sending(collector.endpoint, timeout_s="60"):
         with tracing.span("step"):
             pass
         tracing.close(60.0)
         (span,) = collector.spans()
         said = {"rollbook.run": "demo", "service.instance.id": "worker-0", "service.name": "rollbook-worker"}
-        assert said.items() <= span.resource.items() and tracing.dropped() == before
+        assert said.items() <= span.resource.items() and dropped() == before
 
 
 @contextmanager
@@ -222,7 +228,7 @@ def failing() -> Iterator[str]:
 def test_a_collector_that_is_of_no_use_costs_its_spans_and_nothing_else(useless: object) -> None:
     """More spans than fit are made at once; none is waited for, each is counted, the end is bounded."""
     endpoint: AbstractContextManager[str] = useless()  # type: ignore[operator]
-    n, before = 500, tracing.dropped()
+    n, before = 500, dropped()
     with endpoint as url, sending(url):
         done = threading.Event()
 
@@ -233,8 +239,8 @@ def test_a_collector_that_is_of_no_use_costs_its_spans_and_nothing_else(useless:
 
         host().thread(work, "work").start()
         assert done.wait(60.0), "making spans waited for the collector"
-        assert tracing.dropped() - before >= n - 64 - 16 * 2, "the queue is bounded"
-        wait_until("every span is counted as dropped", lambda: tracing.dropped() - before == n, 90.0)
+        assert dropped() - before >= n - 64 - 16 * 2, "the queue is bounded"
+        wait_until("every span is counted as dropped", lambda: dropped() - before == n, 90.0)
         closing = host().thread(tracing.close, "closing")
         closing.start()
         closing.join(60.0)
@@ -307,6 +313,19 @@ def test_people_at_a_terminal_get_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_bound", {"component": "worker"})
     logs.use_format("json")
     assert logs._handler is not None and type(logs._handler.formatter).__name__ == "_Text"
+
+
+def test_a_line_that_no_disk_takes_is_counted_and_costs_nothing_else() -> None:
+    code = (
+        "import logging\nfrom rollbook.observe import log as logs, metrics\nlogs.configure('worker')\n"
+        "for i in range(3): logging.getLogger('a').warning('lost')\n"
+        "print(metrics.REGISTRY.get_sample_value('rollbook_telemetry_dropped_total', {'signal': 'logs'}))"
+    )
+    with Path("/dev/full").open("wb") as full:
+        said = subprocess.run(
+            [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, stderr=full, text=True, timeout=100
+        )
+    assert said.stdout == "3.0\n"
 
 
 class _Terminal:

@@ -315,11 +315,13 @@ class LedgerBase:
 
     def _along(self, lineage_column: Any, step_column: Any, lineage: int) -> sa.ColumnElement[bool]:
         """Rows of ``lineage``'s ancestry, each ancestor only up to its fork."""
-        parts = []
+        parts, numbers = [], []
         for number, last in self._ancestry(lineage):
             here = lineage_column == number
             parts.append(here if last is None else sa.and_(here, step_column <= last))
-        return sa.or_(*parts)
+            numbers.append(number)
+        # Keys begin with the lineage, and SQLite finds no row by one through an OR.
+        return parts[0] if len(parts) == 1 else sa.and_(lineage_column.in_(numbers), sa.or_(*parts))
 
     def _last_planned(self, conn: sa.Connection, lineage: int) -> int:
         def build() -> sa.Select:

@@ -342,7 +342,7 @@ class Failing(Poison):
         """First ordinal from ``start`` on that is neither planned (along the ancestry, up to ``last_step``) nor terminal."""
         run_id, g, v, i = self.run.run_id, t.prompt_group.c, t.verdict.c, t.plan_item.c
         lineage = self._newest_lineage()
-        in_time = () if last_step is None else (i.step <= last_step,)
+        in_time = () if last_step is None else (i.step + 0 <= last_step,)  # by the plain step SQLite would walk through all plans
         planned = sa.exists().where(
             i.run_id == g.run_id, i.ordinal == g.ordinal, self._along(i.lineage, i.step, lineage), *in_time
         )

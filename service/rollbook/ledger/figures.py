@@ -28,8 +28,10 @@ def bounds(metric: str) -> Sequence[float]:
     return BY_NAME[metric].buckets
 
 
-def figures_between(conn: sa.Connection, run_id: str, first: int, end: int | None, *, is_forked: bool) -> dict[str, float]:
-    """All figures of the groups from ``first`` to ``end`` (None: the newest)."""
+def figures_between(
+    conn: sa.Connection, run_id: str, first: int, end: int | None, lineages: Sequence[int]
+) -> dict[str, float]:
+    """All figures of the groups from ``first`` to ``end`` (None: the newest). ``lineages``: every one of the run."""
 
     def here(c: Any) -> tuple[Any, ...]:
         return (c.run_id == run_id, c.ordinal >= first, *(() if end is None else (c.ordinal < end,)))
@@ -37,8 +39,8 @@ def figures_between(conn: sa.Connection, run_id: str, first: int, end: int | Non
     out = _one(conn, _samples(here))
     out |= _one(conn, _issued(here))
     out |= _one(conn, _prompt_tokens(here))
-    out |= _one(conn, _planned(here, is_forked))
-    out |= _one(conn, _verdicts(here, is_forked))
+    out |= _one(conn, _planned(here, lineages))
+    out |= _one(conn, _verdicts(here, lineages))
     out |= _one(conn, _queue(here))
     f = t.failure.c
     reason = _failure_reason(f)
@@ -99,10 +101,14 @@ def _prompt_tokens(here: Any) -> sa.Select:
     return sa.select(n_bytes.label("prompt_bytes")).select_from(both).where(*here(g))
 
 
-def _planned(here: Any, is_forked: bool) -> sa.Select:
-    """Slots in a plan, and what the first plan of each that had an outcome says of their device time."""
+def _planned(here: Any, lineages: Sequence[int]) -> sa.Select:
+    """Slots in a plan, and what the first plan of each that had an outcome says of their device time.
+
+    All lineages are named here and below: the key of ``plan_item`` begins with them, and without them SQLite would walk through
+    the plans of the whole run for each slot.
+    """
     i, s, o = t.plan_item.c, t.sample.c, t.plan_outcome.c
-    first, decides = (_first_plans() if is_forked else (sa.true(), sa.true()))
+    first, decides = (_first_plans(lineages) if len(lineages) > 1 else (sa.true(), sa.true()))
     trained = sa.and_(o.outcome == PlanOutcome.TRAINED.value, i.valid, decides)
     wasted = sa.and_(o.outcome.is_not(None), ~sa.and_(o.outcome == PlanOutcome.TRAINED.value, i.valid), decides)
     lag = i.step - 1 - s.version_min
@@ -116,15 +122,16 @@ def _planned(here: Any, is_forked: bool) -> sa.Select:
         .select_from(t.plan_item)
         .join(t.sample, sa.and_(s.run_id == i.run_id, s.ordinal == i.ordinal, s.sibling == i.sibling))
         .outerjoin(t.plan_outcome, sa.and_(o.run_id == i.run_id, o.lineage == i.lineage, o.step == i.step))
-        .where(*here(i))
+        .where(*here(i), i.lineage.in_(lineages))
     )  # fmt: skip
 
 
-def _first_plans() -> tuple[Any, Any]:
+def _first_plans(lineages: Sequence[int]) -> tuple[Any, Any]:
     """That no lineage before has the slot in a plan, and that none has it in a plan with an outcome."""
     i, older, ended = t.plan_item.c, t.plan_item.alias("older"), t.plan_outcome.alias("ended")
     same = (
-        older.c.run_id == i.run_id, older.c.ordinal == i.ordinal, older.c.sibling == i.sibling, older.c.lineage < i.lineage
+        older.c.run_id == i.run_id, older.c.ordinal == i.ordinal, older.c.sibling == i.sibling,
+        older.c.lineage.in_(lineages), older.c.lineage + 0 < i.lineage,
     )  # fmt: skip
     outcome = (ended.c.run_id == older.c.run_id, ended.c.lineage == older.c.lineage, ended.c.step == older.c.step)
     planned = sa.select(sa.literal(1)).select_from(older).where(*same).correlate(t.plan_item)
@@ -132,12 +139,13 @@ def _first_plans() -> tuple[Any, Any]:
     return ~planned.exists(), ~decided.exists()
 
 
-def _verdicts(here: Any, is_forked: bool) -> sa.Select:
+def _verdicts(here: Any, lineages: Sequence[int]) -> sa.Select:
     """Verdicts, and of slots with a sample that no plan has: what it had cost."""
     v, i = t.verdict.c, t.plan_item.c
     sampled: Any = v.generate_s.is_not(None)
-    if is_forked:
-        planned = sa.exists().where(i.run_id == v.run_id, i.ordinal == v.ordinal, i.sibling == v.sibling)
+    if len(lineages) > 1:
+        same = (i.run_id == v.run_id, i.ordinal == v.ordinal, i.sibling == v.sibling)
+        planned = sa.exists().where(*same, i.lineage.in_(lineages))
         sampled = sa.and_(sampled, ~planned)
     stale, other = sa.and_(sampled, v.kind.in_(STALE)), sa.and_(sampled, v.kind.not_in(STALE))
     return sa.select(

@@ -314,7 +314,7 @@ class Leasing(Presence):
             traces: list[tuple[str, str, dict[str, tracing.Value]]] = [
                 (slots[k].traceparent, tracing.of_attempt(slots[k].traceparent, token),
                  {"slot": str(k), "attempt": attempt, "token": token, "worker": incarnation, "version": version.version})
-                for k, token, attempt in entries if slots[k].traceparent
+                for k, token, attempt in entries if tracing.is_sampled(slots[k].traceparent)
             ]  # fmt: skip
             txn.after_commit.append(lambda: tracing.record_attempts(traces))
         return LeaseReply(self._grants(txn.conn, entries, slots, version), None, 0.0)

@@ -71,7 +71,7 @@ class Reading(Survival):
             return {*conn.execute(heard).scalars(), *conn.execute(holders).scalars()}
 
     def _totals_of(self, conn: sa.Connection, first: int, end: int | None) -> dict[str, Any]:
-        figures = figures_between(conn, self.run.run_id, first, end, is_forked=len(self._lineages) > 1)
+        figures = figures_between(conn, self.run.run_id, first, end, [line.number for line in self._lineages])
         return super()._totals_of(conn, first, end) | {"figures": figures}
 
     @again_on_conflict
@@ -182,7 +182,8 @@ class Reading(Survival):
 
         held = sa.select(sa.func.min(c.granted_at_us)).where(c.run_id == run_id, c.incarnation.is_not(None))
         ready = sa.select(sa.func.min(s.accepted_at_us)).where(
-            s.run_id == run_id, s.ordinal >= first, ~sa.exists().where(same(v)), ~sa.exists().where(same(i))
+            s.run_id == run_id, s.ordinal >= first, ~sa.exists().where(same(v)),
+            ~sa.exists().where(same(i), i.lineage.in_([line.number for line in self._lineages])),
         )
         at = {name: conn.execute(query).scalar() for name, query in (("queued", unopened), ("leased", held), ("ready", ready))}
         return {name: 0.0 if us is None else max(0.0, (now_us - us) / 1e6) for name, us in at.items()}

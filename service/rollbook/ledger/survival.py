@@ -71,7 +71,8 @@ class Survival(Status):
         """What is counted in the groups from ``first`` to ``end`` (None: the newest), as ``retention.totals_json`` has it."""
         slots = self._slots_with_ends(first, end)
         dimensions = {
-            name: self._rows(conn, slots, bucket, names) for name, (bucket, names) in self._fixed_buckets(slots).items()
+            name: self._rows(conn, slots, bucket, names, first, end)
+            for name, (bucket, names) in self._fixed_buckets(slots).items()
         }
         dimensions["task"] = self._task_rows(conn, slots)
         i = t.plan_item.c
@@ -134,17 +135,20 @@ class Survival(Status):
             "version_span": (span, SPANS),
         }  # fmt: skip
 
-    def _rows(self, conn: sa.Connection, slots: sa.Subquery, bucket: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    def _rows(
+        self, conn: sa.Connection, slots: sa.Subquery, bucket: Any, names: Sequence[str], first: int, end: int | None
+    ) -> list[dict[str, Any]]:
         source: Any = slots
         if bucket is None:
-            source, bucket = self._with_difficulty(slots)
+            source, bucket = self._with_difficulty(slots, first, end)
         return _folded(conn.execute(_counted(slots, source, bucket)), names)
 
-    def _with_difficulty(self, slots: sa.Subquery) -> tuple[Any, Any]:
+    def _with_difficulty(self, slots: sa.Subquery, first: int, end: int | None) -> tuple[Any, Any]:
         s, c = t.sample.c, slots.c
+        rewarded = (s.run_id == self.run.run_id, s.reward.is_not(None), *_between(s, first, end))
         groups = (
             sa.select(s.ordinal, sa.func.count().label("n"), sa.func.sum(sa.case((s.reward >= PASS, 1), else_=0)).label("passed"))
-            .where(s.run_id == self.run.run_id, s.reward.is_not(None)).group_by(s.ordinal).subquery("rewarded")
+            .where(*rewarded).group_by(s.ordinal).subquery("rewarded")
         )  # fmt: skip
         mine = sa.case((c.reward.is_not(None), 1), else_=0)
         others = groups.c.n - mine

@@ -18,10 +18,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from rollbook.core.errors import ConfigError, RollbookError
+from rollbook.observe.metrics import TELEMETRY_DROPPED_TOTAL
 
 LOOPBACK = "127.0.0.1"
 OPEN_MAX = 16
-"""Requests answered at once; further ones are closed unanswered."""
+"""Requests answered at once; further ones are closed unanswered, and counted."""
 REQUEST_S = 10.0
 
 Targets = Callable[[], Sequence[dict[str, Any]]]
@@ -67,6 +68,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
+            TELEMETRY_DROPPED_TOTAL.labels("metrics").inc()
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)

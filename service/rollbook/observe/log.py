@@ -17,11 +17,22 @@ import sys
 from datetime import UTC, datetime
 
 from rollbook.observe import tracing
+from rollbook.observe.metrics import TELEMETRY_DROPPED_TOTAL
 
 FORMATS = ("text", "json")
 _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 _bound: dict[str, object] = {}
 _handler: logging.StreamHandler | None = None
+
+
+class _Handler(logging.StreamHandler):
+    """Standard error; a line that cannot be written there, as on a full disk, is counted and costs nothing else."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], OSError):
+            TELEMETRY_DROPPED_TOTAL.labels("logs").inc()
+        else:
+            super().handleError(record)
 
 
 class _Text(logging.Formatter):
@@ -52,7 +63,7 @@ def configure(role: str, level: str = "INFO") -> None:
     global _handler
     _bound.clear()
     _bound["component"] = role
-    _handler = logging.StreamHandler(sys.stderr)
+    _handler = _Handler(sys.stderr)
     use_format("")
     logging.basicConfig(level=level, handlers=[_handler], force=True)
 

@@ -61,7 +61,7 @@ class Spec:
 
 
 OPEN: tuple[str, ...] = ()
-"""Values of a label that are bounded elsewhere: methods of the wire, error classes, buckets of survival, the environment."""
+"""Values of a label that are bounded elsewhere: buckets of survival, the environment, devices."""
 
 POOLS = ("actor", "reward", "learner")
 RESTART_POOLS = (*POOLS, "feeder", "ledger")
@@ -87,6 +87,16 @@ CHECKPOINT_FAILURES = ("storage", "ledger", "other")
 COMPONENTS = ("actor", "reward", "learner", "controller", "ledger")
 SIGNALS = ("traces", "metrics", "logs")
 TRANSPORTS = ("files",)
+METHODS = (
+    "LeaseSlots", "Heartbeat", "RecordToolCall", "SubmitSamples", "PlanStep", "Payloads", "FinishPlan", "PublishVersion",
+    "CommitCheckpoint", "other",
+)  # fmt: skip
+"""Methods whose time says how the run goes; a series for each of the others would be half of a server's budget."""
+CODES = (
+    "INTERNAL", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND", "ALREADY_EXISTS", "ABORTED", "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNAUTHENTICATED", "PERMISSION_DENIED", "DATA_LOSS", "CANCELLED",
+)  # fmt: skip
+RETRIED = ("Unavailable", "ServerFenced", "Standby", "StorageFull", "DeadlineExceeded", "Overloaded")
 FIXED_DIMENSIONS = tuple(name for name in DIMENSIONS if name != "task")
 
 DURATIONS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
@@ -279,10 +289,12 @@ _SHARED = [
     Spec("build", Kind.INFO, "Versions of the package and of what it runs on.", EVERY,
          {"version": OPEN, "python": OPEN}),
     Spec("config", Kind.INFO, "Digest of the resolved configuration.", EVERY, {"config_sha": OPEN}),
-    Spec("rpc_seconds", Kind.HISTOGRAM, "Time the ledger server took for a call, long polls included, by method and outcome (ok "
-         "or the error's class).", LEDGER, {"method": OPEN, "outcome": OPEN}, (0.005, 0.05, 0.5, 5.0)),
-    Spec("rpc_retries_total", Kind.COUNTER, "Calls a client repeated with the same key, by method and reason (the error's "
-         "class).", ("worker", "learner", "feeder"), {"method": OPEN, "reason": OPEN}),
+    Spec("rpc_seconds", Kind.HISTOGRAM, "Time the ledger server took for a call, long polls and failures included; other: all "
+         "methods that have no series of their own.", LEDGER, {"method": METHODS}, (0.005, 0.05, 0.5, 5.0)),
+    Spec("rpc_failures_total", Kind.COUNTER, "Calls that the ledger server ended with an error, by its gRPC status; refusals "
+         "that tell a caller to wait are among them.", LEDGER, {"code": CODES}),
+    Spec("rpc_retries_total", Kind.COUNTER, "Calls a client repeated with the same key, by what they met (the error's class).",
+         ("worker", "learner", "feeder"), {"reason": RETRIED}),
 ]  # fmt: skip
 
 SPECS: tuple[Spec, ...] = (*_RUN, *_ROLLOUTS, *_LEDGER, *_SURVIVAL, *_WORKER, *_LEARNER, *_SHARED)

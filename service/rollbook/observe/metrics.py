@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,17 +17,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from rollbook.core.errors import DigestMismatch, NotReady, StaleWeights
 from rollbook.core.host import host, superseded
 from rollbook.observe.counted import CountedHistogram
-from rollbook.observe.metric_table import BY_NAME, SPECS, Kind, Spec
+from rollbook.observe.metric_table import BY_NAME, METHODS, SPECS, Kind, Spec
 
 disable_created_metrics()  # a series more for each counter, of which a restart is seen as well without
 
 REGISTRY = CollectorRegistry()
 """Registry of this process, apart from the default one that engines fill with their own metrics."""
 
-EXEMPLAR_CHARS_MAX = 128
-
 _CLASSES: Mapping[Kind, Any] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.INFO: Info, Kind.HISTOGRAM: Histogram}
-_exemplar_source: Callable[[], Mapping[str, str]] = dict
 
 
 def _made(spec: Spec) -> Any:
@@ -62,6 +59,7 @@ def _gauge(name: str) -> Gauge:
 
 
 RPC_SECONDS = _histogram("rpc_seconds")
+RPC_FAILURES_TOTAL = _counter("rpc_failures_total")
 RPC_RETRIES_TOTAL = _counter("rpc_retries_total")
 ROLLOUT_DURATION_SECONDS = _histogram("rollout_duration_seconds")
 TRANSACTION_DURATION_SECONDS = _histogram("ledger_transaction_duration_seconds")
@@ -111,7 +109,9 @@ _FROM_READING = {("ledger", "rollout_duration_seconds"), ("ledger", "gpu_seconds
 """Shown by the ledger server from its rows, in a family of their own (``ledger_metrics``)."""
 _WHERE_THERE_ARE_GPUS = ("gpu_memory_used_bytes", "gpu_memory_capacity_bytes", "gpu_utilization_ratio")
 
-for _name in ("rpc_seconds", "rpc_retries_total", "telemetry_dropped_total"):
+_ALWAYS = ("rpc_seconds", "rpc_failures_total", "rpc_retries_total", "telemetry_dropped_total")
+"""Registered in every process, whoever it is."""
+for _name in _ALWAYS:
     REGISTRY.register(_OBJECTS[_name])
     _shown.add(_name)
 
@@ -142,6 +142,13 @@ def _touch(spec: Spec, role: str) -> None:
         _OBJECTS[spec.name].labels(*combination)
 
 
+def rpc_ended(method: str, seconds: float, code: str = "") -> None:
+    """A call of the ledger server is over; ``code`` names the gRPC status of one that failed."""
+    RPC_SECONDS.labels(method if method in METHODS else "other").observe(seconds)
+    if code:
+        RPC_FAILURES_TOTAL.labels(code).inc()
+
+
 @contextmanager
 def failed_syncs() -> Iterator[None]:
     """Count a weight update that ends with an error, by what it is."""
@@ -170,21 +177,9 @@ def is_shown(role: str) -> bool:
 def hide_all() -> None:
     """Show only what every process shows; for tests."""
     _roles.clear()
-    for name in sorted(_shown - {"rpc_seconds", "rpc_retries_total", "telemetry_dropped_total"}):
+    for name in sorted(_shown.difference(_ALWAYS)):
         REGISTRY.unregister(_OBJECTS[name])
         _shown.discard(name)
-
-
-def take_exemplars_from(source: Callable[[], Mapping[str, str]]) -> None:
-    """Ask ``source`` for the ids of the current span whenever an observation may carry them."""
-    global _exemplar_source
-    _exemplar_source = source
-
-
-def exemplar() -> dict[str, str]:
-    """Ids of the sampled span this thread is in, as an observation takes them; empty where there is none."""
-    found = dict(_exemplar_source())
-    return found if sum(len(name) + len(value) for name, value in found.items()) <= EXEMPLAR_CHARS_MAX else {}
 
 
 def spec_of(name: str) -> Spec:

@@ -2,7 +2,7 @@
 
 Owns what a span is to the rest of the code, the W3C form in which a trace crosses processes and the ledger, and the decision
 whether this process traces at all. Never imports the SDK while it is off (``tracing_sdk`` does), never blocks or fails a caller:
-spans that cannot be sent are dropped and counted. Uninstrumented time costs one comparison.
+spans that cannot be sent are dropped and counted (``telemetry_dropped_total``). Uninstrumented time costs one comparison.
 
 A rollout is one trace: the feeder begins it when it issues the slot and the ledger stores its ``traceparent`` there, so that
 whoever works on the slot, also after a death, goes on in the same trace and obeys the same decision to sample it. A step of the
@@ -40,8 +40,6 @@ _SECRETS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 """Variables that may hold a key of the collector."""
 
 _active: Pipeline | None = None
-_dropped_before = 0
-"""By pipelines that are closed."""
 
 
 class Span:
@@ -116,11 +114,10 @@ def wanted(environ: Mapping[str, str]) -> str:
 
 def close(bound_s: float = 2.0) -> None:
     """Send what waits, for at most ``bound_s``, and trace no more."""
-    global _active, _dropped_before
+    global _active
     pipeline, _active = _active, None
     if pipeline is not None:
         pipeline.close(bound_s)
-        _dropped_before += pipeline.dropped()
 
 
 def use(pipeline: Pipeline | None) -> None:
@@ -132,11 +129,6 @@ def use(pipeline: Pipeline | None) -> None:
 def enabled() -> bool:
     """Whether this process traces."""
     return _active is not None
-
-
-def dropped() -> int:
-    """Spans of this process that were made and never accepted by a collector (``telemetry_dropped_total{signal="traces"}``)."""
-    return _dropped_before + (0 if _active is None else _active.dropped())
 
 
 def span(
@@ -168,9 +160,9 @@ def of_attempt(traceparent: str | None, token: int) -> str:
     """Context of one lease of a slot: a span of the slot's trace whose id follows from the lease's token.
 
     So a repeated answer names the same span, and the spans of an attempt have their parent whatever became of its worker. Where
-    this process traces nothing, nobody would make that span, and the slot's own context stands for it.
+    this process traces nothing, or not this slot, nobody would make that span, and the slot's own context stands for it.
     """
-    if not traceparent or _active is None:
+    if not traceparent or _active is None or not is_sampled(traceparent):
         return traceparent or ""
     return _with_span(traceparent, hashlib.blake2b(f"{traceparent[:52]}/{token}".encode(), digest_size=8).hexdigest())
 

@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
 from rollbook.core.host import host
+from rollbook.observe.metrics import TELEMETRY_DROPPED_TOTAL
 from rollbook.observe.tracing import LINKS_MAX, Span, Value, is_sampled, is_traceparent, span_id, trace_id
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 QUEUE_MAX = 2048
 """Spans that may wait to be sent, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise."""
 
+_DROPPED = TELEMETRY_DROPPED_TOTAL.labels("traces")
 _KINDS = {"internal": trace.SpanKind.INTERNAL, "client": trace.SpanKind.CLIENT, "server": trace.SpanKind.SERVER}
 
 
@@ -62,7 +64,9 @@ class _Ids(IdGenerator):
         return given or self._rng.getrandbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        return self._rng.getrandbits(128) or 1
+        given = getattr(self.next, "trace_id", 0)
+        self.next.trace_id = 0
+        return given or self._rng.getrandbits(128) or 1
 
     def is_trace_id_random(self) -> bool:
         return True
@@ -76,14 +80,14 @@ class _Counted(SpanExporter):
         self._lock = threading.Lock()
         self._n_batches_lost = 0
         self.waiting = 0
-        self.dropped = 0
 
     def enters(self, n_max: int) -> bool:
         """Whether one more span may wait; counted as dropped when not."""
         with self._lock:
             room = self.waiting < n_max
             self.waiting += room
-            self.dropped += not room
+        if not room:
+            _DROPPED.inc()
         return room
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -95,12 +99,13 @@ class _Counted(SpanExporter):
         lost = result is not SpanExportResult.SUCCESS
         with self._lock:
             self.waiting -= len(spans)
-            self.dropped += len(spans) if lost else 0
             self._n_batches_lost += lost
             n_lost = self._n_batches_lost
-        if lost and n_lost & (n_lost - 1) == 0:  # ever fewer of them
-            log.warning("spans were not sent, the collector does not take them",
-                        extra={"event": "spans_dropped", "dropped": self.dropped, "batches": n_lost})  # fmt: skip
+        if lost:
+            _DROPPED.inc(len(spans))
+            if n_lost & (n_lost - 1) == 0:  # ever fewer of them
+                log.warning("spans were not sent, the collector does not take them",
+                            extra={"event": "spans_dropped", "spans": len(spans), "batches": n_lost})  # fmt: skip
         return result
 
     def shutdown(self) -> None:
@@ -144,9 +149,6 @@ class Pipeline:
         self._provider.add_span_processor(_Bounded(self._exporter))
         self._tracer = self._provider.get_tracer("rollbook")
 
-    def dropped(self) -> int:
-        return self._exporter.dropped
-
     def close(self, bound_s: float) -> None:
         """Send what waits; a collector that hangs is left to its own devices after ``bound_s``."""
         ending = host().thread(self._provider.shutdown, "tracing-close")
@@ -158,8 +160,24 @@ class Pipeline:
         self._provider.force_flush()
 
     def span(self, name: str, parent: str, kind: str, attributes: Mapping[str, Value]) -> Span:
-        around = _around(parent) if is_traceparent(parent) else None
-        return _Live(self._tracer.start_span(name, around, _KINDS[kind], dict(attributes)))
+        if not is_traceparent(parent):
+            here = trace.get_current_span().get_span_context()
+            if not here.is_valid:
+                return self._begun(name, kind, attributes)
+            if here.trace_flags.sampled:
+                return _Live(self._tracer.start_span(name, None, _KINDS[kind], dict(attributes)))
+            parent = _text(here)
+        if not is_sampled(parent):
+            return _Unkept(parent)
+        return _Live(self._tracer.start_span(name, _around(parent), _KINDS[kind], dict(attributes)))
+
+    def _begun(self, name: str, kind: str, attributes: Mapping[str, Value]) -> Span:
+        """A span that nobody is the parent of; the sampler decides before anything is made for it."""
+        drawn = self._ids.generate_trace_id()
+        if not self._provider.sampler.should_sample(None, drawn, name).decision.is_sampled():
+            return _Unkept(f"00-{drawn:032x}-{self._ids.generate_span_id():016x}-00")
+        self._ids.next.trace_id = drawn
+        return _Live(self._tracer.start_span(name, contexts.Context(), _KINDS[kind], dict(attributes)))
 
     def link(self, traceparents: Sequence[str]) -> None:
         here, sampled = trace.get_current_span(), [one for one in traceparents if is_sampled(one)]
@@ -224,6 +242,23 @@ class _Live(Span):
 
     def end(self) -> None:
         self._span.end()
+
+
+class _Unkept(Span):
+    """A span of a trace that is not kept: nothing but the decision, for whoever is called."""
+
+    def __init__(self, traceparent: str) -> None:
+        self.traceparent = traceparent
+        self._token: object | None = None
+
+    def __enter__(self) -> Span:
+        self._token = contexts.attach(_around(self.traceparent))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            contexts.detach(self._token)  # type: ignore[arg-type]
+            self._token = None
 
 
 class _Within(Span):

@@ -265,8 +265,9 @@ class _Worker:
             metrics.WORKER_TOKENS_TOTAL.inc(f.trajectory.n_tokens)
             total_s = now - self.taken_at.get(f.grant.key, sent_at)
             stages = {"generate": f.generate_s, "reward": f.verify_s, "commit": now - sent_at, "total": total_s}
+            exemplar = tracing.exemplar(f.grant.traceparent) if f.grant.traceparent else None
             for stage, seconds in stages.items():
-                metrics.ROLLOUT_DURATION_SECONDS.labels(stage).observe(seconds, metrics.exemplar())
+                metrics.ROLLOUT_DURATION_SECONDS.labels(stage).observe(seconds, exemplar)
 
     def _episodes(self) -> Episodes:
         assert self.loaded is not None

@@ -19,11 +19,11 @@ from google.protobuf.message import Message
 
 from rollbook.core.errors import DeadlineExceeded, Overloaded, RollbookError, Standby, Unavailable
 from rollbook.core.ports import Clock
-from rollbook.observe import progress, tracing
+from rollbook.observe import progress
 from rollbook.observe.metrics import RPC_RETRIES_TOTAL
 from rollbook.rpc import status
 from rollbook.rpc.credentials import STRANGER, Access, Dial
-from rollbook.rpc.tracing import ClientSpans
+from rollbook.rpc.tracing import called
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
@@ -44,18 +44,17 @@ class Link:
         """Address that was listed first when this link was made."""
         self._sent = access.sent_to(address)
         self._channel = dial(address, _options(max_message_bytes))
-        spoken = grpc.intercept_channel(self._channel, ClientSpans()) if tracing.enabled() else self._channel
-        self._stub = pb_grpc.LedgerServiceStub(spoken)
+        self._stub = pb_grpc.LedgerServiceStub(self._channel)
         self._users = 0
         self._retired = False
 
     def call(self, method: str, request: Message, timeout_s: float) -> Any:
         """One attempt of a method; the answer, or the stream of them."""
-        return getattr(self._stub, method)(request, timeout=timeout_s, **self._sent)
+        return called(getattr(self._stub, method), method, request, timeout_s, self._sent)
 
     def future(self, method: str, request: Message, timeout_s: float) -> Any:
         """The same for a method with one answer, without waiting for it."""
-        return getattr(self._stub, method).future(request, timeout=timeout_s, **self._sent)
+        return called(getattr(self._stub, method).future, method, request, timeout_s, self._sent)
 
     def enter(self) -> None:
         self._users += 1
@@ -233,7 +232,7 @@ class Retry:
         self._met.append(error)
         if status.is_elsewhere(error) and self._n_hops + 1 < self._connection.n_addresses:
             self._n_hops += 1
-            RPC_RETRIES_TOTAL.labels(self._method, type(error).__name__).inc()
+            RPC_RETRIES_TOTAL.labels(type(error).__name__).inc()
             return
         # A server that hangs says more about the round than a standby that answered after it.
         error = next((one for one in self._met if isinstance(one, DeadlineExceeded)), error)
@@ -255,7 +254,7 @@ class Retry:
                 f"{self._method} failed {self._n_failures} times over {spent_s:.0f} s at {self._connection.last_address}, "
                 f"last with: {error}; check that `rollbook ledger` is running"
             ) from error
-        RPC_RETRIES_TOTAL.labels(self._method, type(error).__name__).inc()
+        RPC_RETRIES_TOTAL.labels(type(error).__name__).inc()
         self._clock.sleep(wait_s)
 
 

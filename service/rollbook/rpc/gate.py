@@ -15,7 +15,8 @@ import grpc
 from rollbook.core.errors import PermissionDenied, RollbookError, Unauthenticated
 from rollbook.core.records import Role
 from rollbook.core.security import FEEDER, LEARNER, LEDGER, OBSERVER, OPERATOR, TOKEN_CHARS_MAX, WORKER, Grant, Grants
-from rollbook.observe.metrics import RPC_SECONDS
+from rollbook.observe.metrics import rpc_ended
+from rollbook.rpc import status
 from rollbook.rpc.convert import enum_number
 from rollbook.rpc.credentials import SCHEME, TOKEN_KEY
 from rollbook.rpc.guard import SERVICE
@@ -131,7 +132,7 @@ class Gate(grpc.ServerInterceptor):
         """Count every refusal, log the first and then ever fewer: a stranger must not fill the log."""
         service, _, method = path.lstrip("/").partition("/")
         name = method if service == SERVICE and method in PERMISSIONS else "other"
-        RPC_SECONDS.labels(name, type(error).__name__).observe(0.0)
+        rpc_ended(name, 0.0, status.code_of(error).name)
         self._n_refused += 1
         if self._n_refused & (self._n_refused - 1) == 0:
             log.warning("%s refused: %s", name, error, extra={"event": "rpc_refused", "refused": self._n_refused})

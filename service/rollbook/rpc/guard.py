@@ -16,7 +16,7 @@ import grpc
 
 from rollbook.core.errors import InvalidRequest, RollbookError, ServerFenced, Unavailable, WrongRun
 from rollbook.core.host import host
-from rollbook.observe.metrics import RPC_SECONDS
+from rollbook.observe.metrics import rpc_ended
 from rollbook.rpc import status
 from rollbook.rpc.limits import Clients
 
@@ -118,14 +118,14 @@ class Guard(grpc.ServerInterceptor):
     @contextmanager
     def _guarded(self, method: str, request: Any, context: grpc.ServicerContext) -> Iterator[None]:
         """Admit the call, time it, and end it with the status of whatever error leaves the block."""
-        started, outcome = host().monotonic(), "ok"
+        started, code = host().monotonic(), ""
         failure: RollbookError | None = None
         try:
             with nullcontext() if self._clients is None else self._clients.call(context.peer()):
                 self._admit(method, request, context)
                 yield
         except GeneratorExit:
-            outcome = "cancelled"
+            code = "CANCELLED"
             raise
         except RollbookError as error:
             failure = self._standing.instead_of(error)
@@ -135,8 +135,8 @@ class Guard(grpc.ServerInterceptor):
             failure = self._standing.instead_of(RollbookError(text))
         finally:
             if failure is not None:
-                outcome = type(failure).__name__
-            RPC_SECONDS.labels(method, outcome).observe(host().monotonic() - started)
+                code = status.code_of(failure).name
+            rpc_ended(method, host().monotonic() - started, code)
         if failure is not None:
             status.end_with(context, failure)
 

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from rollbook.core import bounds
 from rollbook.core.errors import DeadlineExceeded, InvalidRequest, RollbookError
-from rollbook.observe.metrics import RPC_SECONDS
+from rollbook.observe.metrics import rpc_ended
 from rollbook.rpc import status
 
 PACKAGE = "rollbook.v1"
@@ -152,7 +152,7 @@ def _decoding(method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHand
             refused: RollbookError = InvalidRequest(text)
         except (DeadlineExceeded, InvalidRequest) as error:
             refused = error
-        RPC_SECONDS.labels(method, type(refused).__name__).observe(0.0)
+        rpc_ended(method, 0.0, status.code_of(refused).name)
         context.set_trailing_metadata(status.metadata_of(refused))
         context.abort(status.code_of(refused), status.message_of(refused))
 

@@ -1,13 +1,14 @@
 """Spans of calls, on both sides: W3C ``traceparent`` as metadata, method, status and outcome as attributes.
 
-Owns the two interceptors; placed only where the process traces. Never touches a message. Health checks, reflection and
-heartbeats have no spans: they say the same every few seconds and would outnumber the work.
+Owns the span around a client's call and the server's interceptor; nothing where the process does not trace. Never touches a
+message. The client has no interceptor: through one, gRPC makes the callable of a method anew for every call. Health checks,
+reflection and heartbeats have no spans: they say the same every few seconds and would outnumber the work.
 Source: OpenTelemetry semantic conventions for RPC spans (rpc.system, rpc.service, rpc.method, rpc.grpc.status_code).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -31,48 +32,40 @@ def _attributes(method: str) -> dict[str, tracing.Value]:
     return {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": method}
 
 
-class ClientSpans(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """A span for each attempt at a call; it ends with the answer, or with the stream of them."""
+def called(start: Callable[..., Any], method: str, request: Any, timeout_s: float, sent: Mapping[str, Any]) -> Any:
+    """One attempt at a call, in a span that ends with the answer, with the stream of them, or with the future.
 
-    def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        return self._call(continuation, details, request)
-
-    def intercept_unary_stream(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        return self._call(continuation, details, request)
-
-    def _call(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        method = method_of(details.method)
-        if not method or not tracing.enabled():
-            return continuation(details, request)
-        span = tracing.span(f"{SERVICE}/{method}", kind="client", attributes=_attributes(method))
-        call = continuation(_with(details, span.traceparent), request)
-        call.add_done_callback(lambda ended: _end(span, ended))
-        return call
+    Args:
+        start: The stub's method, or its ``future``.
+        sent: Keywords of the call, metadata among them.
+    """
+    if method in QUIET or not tracing.enabled():
+        return start(request, timeout=timeout_s, **sent)
+    span = tracing.span(f"{SERVICE}/{method}", kind="client", attributes=_attributes(method))
+    metadata = (*(sent.get("metadata") or ()), (KEY, span.traceparent))
+    try:
+        answer = start(request, timeout=timeout_s, **{**sent, "metadata": metadata})
+    except Exception as failure:
+        _end(span, failure)
+        raise
+    if isinstance(answer, grpc.Future):
+        answer.add_done_callback(lambda ended: _end(span, ended))
+    else:
+        _end(span, None)
+    return answer
 
 
 def _end(span: tracing.Span, call: Any) -> None:
-    code = call.code()
+    """End the span of a call that is over; None stands for an answer."""
+    code = grpc.StatusCode.OK if call is None else call.code() if isinstance(call, grpc.Call) else None
     name = code.name if code is not None else "UNKNOWN"
     span.set(**{"rpc.grpc.status_code": code.value[0] if code is not None else 2, "status": name})
-    if code is not grpc.StatusCode.OK:
-        said = dict(call.trailing_metadata() or ())
-        span.fail(str(said.get(CLASS_KEY, name)))
-    else:
+    if code is grpc.StatusCode.OK:
         span.set(outcome="ok")
+    else:
+        said = dict((call.trailing_metadata() if code is not None else None) or ())
+        span.fail(str(said.get(CLASS_KEY, name)))
     span.end()
-
-
-class _Details(grpc.ClientCallDetails):
-    """A call's details with other metadata."""
-
-    def __init__(self, of: Any, metadata: tuple[tuple[str, str], ...]) -> None:
-        self.method, self.timeout, self.credentials = of.method, of.timeout, of.credentials
-        self.wait_for_ready, self.compression = of.wait_for_ready, of.compression
-        self.metadata = metadata
-
-
-def _with(details: Any, traceparent: str) -> _Details:
-    return _Details(details, (*(details.metadata or ()), (KEY, traceparent)))
 
 
 class ServerSpans(grpc.ServerInterceptor):
