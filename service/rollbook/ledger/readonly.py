@@ -27,6 +27,8 @@ EVENT_KINDS_OF_RECOVERY = (
     "server_attached", "role_acquired", "lineage_forked", "breaker_opened", "breaker_closed", "checkpoint_marked",
     "checkpoint_replaced", "config_revised", "group_retried",
 )  # fmt: skip
+LET_GO = '"state": "deleting"'
+"""What the event of a checkpoint that retention lets go of says."""
 RECOVERIES_MAX = 2000
 
 
@@ -94,15 +96,30 @@ class Reader:
         }  # fmt: skip
 
     def recoveries(self) -> list[dict[str, Any]]:
-        """Newest events of restarts, take-overs, forks and repairs, oldest first: at_s, what, detail."""
-        e = t.event.c
+        """Newest events of restarts, take-overs, forks and repairs, oldest first: at_s, what, detail.
+
+        A worker that was registered after the first step was finished is one of them: it takes the place of another, or is one
+        more. That old checkpoints are let go of is none.
+        """
+        e, w, o = t.event.c, t.worker.c, t.plan_outcome.c
         with self._database.reading() as conn:
             rows = conn.execute(
                 sa.select(e.kind, e.at_us, e.detail_json)
-                .where(e.run_id == self.run_id, e.kind.in_(EVENT_KINDS_OF_RECOVERY))
+                .where(e.run_id == self.run_id, e.kind.in_(EVENT_KINDS_OF_RECOVERY), ~e.detail_json.contains(LET_GO))
                 .order_by((e.seq + 0).desc()).limit(RECOVERIES_MAX)
             ).all()  # fmt: skip
-        return [{"at_s": r.at_us / 1e6, "what": r.kind, "detail": json.loads(r.detail_json)} for r in reversed(rows)]
+            first = sa.select(sa.func.min(o.finished_at_us)).where(o.run_id == self.run_id).scalar_subquery()
+            workers = conn.execute(
+                sa.select(w.registered_at_us, w.incarnation, w.host, w.engine)
+                .where(w.run_id == self.run_id, w.registered_at_us > first)
+                .order_by(w.registered_at_us.desc()).limit(RECOVERIES_MAX)
+            ).all()  # fmt: skip
+        found = [{"at_s": r.at_us / 1e6, "what": r.kind, "detail": json.loads(r.detail_json)} for r in rows]
+        found += [
+            {"at_s": r.registered_at_us / 1e6, "what": "worker_started",
+             "detail": {"worker": r.incarnation, "host": r.host, "engine": r.engine}} for r in workers
+        ]  # fmt: skip
+        return sorted(found, key=lambda event: event["at_s"])[-RECOVERIES_MAX:]
 
     def lost_seconds(self) -> list[dict[str, Any]]:
         """Time that failed attempts took, and their tokens, by status and blame."""

@@ -166,7 +166,7 @@ def serve(
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = _bind(server, address, credentials)
     server.start()
-    return RunningServer(server, f"{_reachable_host(address)}:{port}", standing, checks, refusals)
+    return RunningServer(server, f"{reachable_host(address)}:{port}", standing, checks, refusals)
 
 
 def _options(max_message_bytes: int, calls_open_max: int) -> list[tuple[str, int]]:
@@ -198,7 +198,7 @@ def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials
     return bound
 
 
-def _reachable_host(address: str) -> str:
+def reachable_host(address: str) -> str:
     """Host that clients dial; a wildcard is no destination, so the node's address or this machine's name stands for it."""
     host = address.rpartition(":")[0]
-    return (node_address() or socket.gethostname()) if host in ("0.0.0.0", "[::]", "*") else host
+    return (node_address() or socket.gethostname()) if host in ("", "0.0.0.0", "[::]", "*") else host
