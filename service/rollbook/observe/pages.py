@@ -10,7 +10,6 @@ import logging
 import socketserver
 import ssl
 import threading
-from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET6, SHUT_RDWR
@@ -56,7 +55,7 @@ class PageServer(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Without the look-up of this machine's name, which may hang where no name server answers."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[0], self.server_address[1]
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def start(self) -> int:
         """Answer from now on; returns the port."""
@@ -116,7 +115,7 @@ class PageHandler(BaseHTTPRequestHandler):
     server_version = "rollbook"
     sys_version = ""
 
-    def headers_of(self, status: int) -> Mapping[str, str]:
+    def headers_of(self, status: int) -> dict[str, str]:
         """Headers of every answer with that status, beside its kind and length."""
         return {"Allow": "GET, HEAD"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
 

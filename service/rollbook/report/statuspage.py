@@ -181,7 +181,7 @@ class _Handler(PageHandler):
         grant = self.server.grants.of(token.strip()) if scheme == "Bearer" else None
         return grant is not None and grant.role in READERS and grant.run_id in ("", self.server.run_id)
 
-    def headers_of(self, status: int) -> Mapping[str, str]:
+    def headers_of(self, status: int) -> dict[str, str]:
         extra = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         return super().headers_of(status) | extra | {
             "Content-Security-Policy": page()[1], "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
