@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from rollbook.core.errors import ConfigError, Expired, NotFound, RollbookError
 from rollbook.core.host import host
-from rollbook.core.records import SlotKey
+from rollbook.core.records import CheckpointState, SlotKey
 from rollbook.core.security import LEDGER, OBSERVER, OPERATOR, Grants, check_private, check_reach, is_loopback, load_grants
 from rollbook.core.settings import SecurityConfig
 from rollbook.observe.pages import PageHandler, PageServer
@@ -190,9 +190,9 @@ class _Handler(PageHandler):
 
 
 def folded(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Events, newest first, with those of samples that are alike in one: the newest, how many (``n``) and the oldest's time.
+    """Events, newest first, with those that are alike in one: the newest, how many (``n``) and the oldest's time.
 
-    What befalls samples befalls many of them, and would leave no room for what befalls the run.
+    What befalls samples befalls many of them, and checkpoints come and go: it would leave no room for what befalls the run.
     """
     rows: list[dict[str, Any]] = []
     alike: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -200,11 +200,12 @@ def folded(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         detail = event["detail"]
         reason = detail.get("reason") if event["what"] == "failure_reported" else None
         key = (event["what"], detail.get("status"), detail.get("verdict"), reason)
-        row = alike.get(key) if "sample" in event else None
+        is_routine = "sample" in event or detail.get("state") == CheckpointState.DELETING.value
+        row = alike.get(key) if is_routine else None
         if row is None:
             row = {**event, "n": 0}
             rows.append(row)
-            if "sample" in event:
+            if is_routine:
                 alike[key] = row
         row |= {"n": row["n"] + 1, "oldest_s": event["at_s"]}
     return rows
