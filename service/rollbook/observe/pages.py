@@ -68,8 +68,12 @@ class PageServer(ThreadingHTTPServer):
         self.server_close()
         self._thread.join(CLOSE_S)
 
+    def turned_away(self) -> None:
+        """A client found no place; for a page that counts them."""
+
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
+            self.turned_away()
             self.shutdown_request(request)
             return
         try:

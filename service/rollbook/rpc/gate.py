@@ -18,8 +18,8 @@ from rollbook.core.security import FEEDER, LEARNER, LEDGER, OBSERVER, OPERATOR, 
 from rollbook.observe.metrics import RPC_SECONDS
 from rollbook.rpc.convert import enum_number
 from rollbook.rpc.credentials import SCHEME, TOKEN_KEY
-from rollbook.rpc.guard import SERVICE
 from rollbook.rpc.limits import HEALTH_CHECK, Refusals
+from rollbook.rpc.wrapping import SERVICE
 
 _READERS = (OBSERVER, OPERATOR)
 _TERMS = (LEARNER, FEEDER)

@@ -22,11 +22,12 @@ from rollbook.core.settings import SecurityConfig
 from rollbook.observe import tracing
 from rollbook.rpc.credentials import server_credentials
 from rollbook.rpc.gate import Gate
-from rollbook.rpc.guard import SERVICE, Guard, Standing
+from rollbook.rpc.guard import Guard, Standing
 from rollbook.rpc.intake import Intake
 from rollbook.rpc.limits import OPEN_PER_THREAD, Clients, Overload, Pool, Refusals
 from rollbook.rpc.servicer import LedgerServicer
 from rollbook.rpc.tracing import ServerSpans
+from rollbook.rpc.wrapping import SERVICE
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
 CLEAR = SecurityConfig()
