@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,12 +21,13 @@ from ledger_support import Scene, run_record
 from rollbook.cli.main import main
 from rollbook.core.config import Config, load_config
 from rollbook.core.errors import ConfigError
+from rollbook.core.host import COMMAND_HOLDER
 from rollbook.core.records import Blame, FailureReport, RewardStatus, Role
 from rollbook.ledger.ledger import Ledger
 from rollbook.ledger.readonly import Reader
 from rollbook.report import heldout, mirror, sections
 from rollbook.report.html import write
-from rollbook.report.top import sparkline
+from rollbook.report.top import sparkline, top_lines
 
 
 @pytest.fixture
@@ -99,6 +101,24 @@ def test_a_take_over_is_a_recovery_with_its_times_and_a_first_holder_is_none(con
     assert "not read: &lt;gone&gt;" in sections.recoveries(None, [], "<gone>")
 
 
+def test_a_worker_that_came_later_is_a_recovery_and_looking_and_tidying_are_none(config: Config, scene: Scene) -> None:
+    assert scene.worker("later") and scene.worker("<b>latest</b>")
+    for step in (0, 1, 2):
+        scene.checkpoint(step)
+    scene.ledger.mark_checkpoint(scene.learner, 0, 0, "deleting")
+    scene.ledger.close()
+    look = Ledger(config.ledger.url, holder=f"{COMMAND_HOLDER}1")
+    with look, Reader(config.ledger.url, "run") as rows:
+        look.attach("run")
+        page = sections.recoveries(rows.recoveries(), look.step_metrics(0))
+    with Ledger(config.ledger.url, holder="successor") as ledger, Reader(config.ledger.url, "run") as rows:
+        ledger.attach("run")
+        after = sections.recoveries(rows.recoveries(), ledger.step_metrics(0))
+    assert page.count("worker_started") == 2 and "worker later" in page and "&lt;b&gt;latest" in page
+    assert "checkpoint_marked" not in page and "server_attached" not in page
+    assert after.count("server_attached") == 1 and "epoch 3" in after
+
+
 def test_the_whole_report_has_every_section_and_says_what_failures_cost(config: Config, scene: Scene) -> None:
     scene.feed(1)
     grant = scene.lease(1)[0]
@@ -111,6 +131,8 @@ def test_the_whole_report_has_every_section_and_says_what_failures_cost(config: 
     titles = ("Curves", "Staleness", "Off-policy diagnostics", "Drop bias", "Time and cost", "Recoveries", "Manifest")
     for title in (*titles, "Configuration"):
         assert f"<h2>{title}</h2>" in page
+    assert "<th>steps trained</th><td>2</td>" in page and "<th>policy version</th><td>2, digest" in page and "{'" not in page
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//|@import|url\(", page), "it loads nothing"
     assert "failed attempts, timeout (unclear)</td><td>3.0" in page and "By difficulty" in page and "By length" in page
 
 
@@ -126,6 +148,17 @@ def test_two_runs_are_compared_on_the_same_axes_by_a_command(
     assert found["numbers"]["steps"] == [2, 2] and found["numbers"]["reward_mean, last tenth"] == [0.25, 0.25]
     page = (out / "compare.html").read_text()
     assert page.count("data:image/png;base64") == 2 and "the same computation" in page and "+0" in page
+
+
+def test_the_screen_of_top_fits_its_width_and_loses_no_count(config: Config, scene: Scene) -> None:
+    scene.feed(1)
+    why = (RewardStatus.TIMEOUT, Blame.UNCLEAR, "slow \x1b[2J " + "long " * 99)
+    scene.ledger.report_failures([FailureReport(grant.key, grant.token, scene.incarnation, *why) for grant in scene.lease(2)])
+    for width in (60, 80, 200):
+        lines = top_lines(scene.ledger.run_status(), scene.ledger.step_metrics(0), config, 0.0, width)
+        assert max(map(len, lines)) <= width and "\x1b" not in "".join(lines)
+        whole = " ".join(" ".join(lines).split())
+        assert "2 timeout: slow" in whole and "2 attempts without a sample" in whole and "verdicts 0" in whole, width
 
 
 def test_one_line_of_blocks_shows_the_shape() -> None:

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.pool import NullPool
 
 from rollbook.core.errors import ConfigError, NotFound
-from rollbook.core.host import host
+from rollbook.core.host import COMMAND_HOLDER, host
 from rollbook.ledger import schema as t
 from rollbook.ledger.dialects import SQLITE_BUSY_MS, Database, sqlite_module
 from rollbook.ledger.migrate import require_current
@@ -27,8 +27,8 @@ EVENT_KINDS_OF_RECOVERY = (
     "server_attached", "role_acquired", "lineage_forked", "breaker_opened", "breaker_closed", "checkpoint_marked",
     "checkpoint_replaced", "config_revised", "group_retried",
 )  # fmt: skip
-LET_GO = '"state": "deleting"'
-"""What the event of a checkpoint that retention lets go of says."""
+NO_RECOVERY = ('"state": "deleting"', f'"holder": "{COMMAND_HOLDER}')
+"""What the events say of a checkpoint that is let go of, and of a command that opened the database where no server answered."""
 RECOVERIES_MAX = 2000
 
 
@@ -99,13 +99,14 @@ class Reader:
         """Newest events of restarts, take-overs, forks and repairs, oldest first: at_s, what, detail.
 
         A worker that was registered after the first step was finished is one of them: it takes the place of another, or is one
-        more. That old checkpoints are let go of is none.
+        more. That old checkpoints are let go of is none, nor is a command that looked at the database itself.
         """
         e, w, o = t.event.c, t.worker.c, t.plan_outcome.c
+        here = [~e.detail_json.contains(said, autoescape=True) for said in NO_RECOVERY]
         with self._database.reading() as conn:
             rows = conn.execute(
                 sa.select(e.kind, e.at_us, e.detail_json)
-                .where(e.run_id == self.run_id, e.kind.in_(EVENT_KINDS_OF_RECOVERY), ~e.detail_json.contains(LET_GO))
+                .where(e.run_id == self.run_id, e.kind.in_(EVENT_KINDS_OF_RECOVERY), *here)
                 .order_by((e.seq + 0).desc()).limit(RECOVERIES_MAX)
             ).all()  # fmt: skip
             first = sa.select(sa.func.min(o.finished_at_us)).where(o.run_id == self.run_id).scalar_subquery()
