@@ -159,7 +159,8 @@ def test_the_report_and_the_comparison_open_with_every_picture_and_without_a_com
     state, metrics = scene.ledger.run_status(), scene.ledger.step_metrics(0)
     with Reader(scene.ledger._database.url, "run") as rows:
         report = write(config, scene.ledger, metrics, tmp_path / "report", None, rows)
-    compared = compare.write([compare.Side(n, config, state, metrics) for n in ("one", "<b>two</b>")], tmp_path / "compare")
+    names = ("one", "<b>two</b> " + "/long" * 30)
+    compared = compare.write([compare.Side(name, config, state, metrics) for name in names], tmp_path / "compare")
     page.complaints.clear()
     page.asked.clear()
     for file, said in ((report, HOSTILE), (compared, "<b>two</b>")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -26,6 +27,7 @@ from rollbook.core.records import Blame, FailureReport, RewardStatus, Role
 from rollbook.ledger.ledger import Ledger
 from rollbook.ledger.readonly import Reader
 from rollbook.report import heldout, mirror, sections
+from rollbook.report.compare import named_apart
 from rollbook.report.html import write
 from rollbook.report.top import sparkline, top_lines
 
@@ -148,6 +150,16 @@ def test_two_runs_are_compared_on_the_same_axes_by_a_command(
     assert found["numbers"]["steps"] == [2, 2] and found["numbers"]["reward_mean, last tenth"] == [0.25, 0.25]
     page = (out / "compare.html").read_text()
     assert page.count("data:image/png;base64") == 2 and "the same computation" in page and "+0" in page
+
+
+def test_runs_of_the_same_id_are_told_apart_by_their_directories(config: Config) -> None:
+    def at(run_id: str, folder: str) -> Config:
+        return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=folder))
+
+    assert named_apart([at("a", "/x/one"), at("b", "/x/one")]) == ["a", "b"]
+    assert named_apart([at("a", "/x/one"), at("a", "/x/two"), at("b", "/y/two")]) == ["a (/x/one)", "a (/x/two)", "b"]
+    assert named_apart([at("a", "/x/one"), at("a", "/x/two")]) == ["a (one)", "a (two)"]
+    assert named_apart([at("a", "/x/one"), at("a", "/y/one")]) == ["a (/x/one)", "a (/y/one)"]
 
 
 def test_the_screen_of_top_fits_its_width_and_loses_no_count(config: Config, scene: Scene) -> None:

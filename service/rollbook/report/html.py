@@ -26,7 +26,7 @@ _STYLE = (
     "table{border-collapse:collapse;margin:.5rem 0;display:block;overflow-x:auto}"
     "td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left;overflow-wrap:break-word}"
     ".alarm{color:#fff;background:#b00020;padding:.4rem .6rem;font-weight:600}"
-    "img{max-width:100%}pre{background:#f6f6f6;padding:.6rem;overflow:auto}"
+    "h1,h2,p{overflow-wrap:anywhere}img{max-width:100%}pre{background:#f6f6f6;padding:.6rem;overflow:auto}"
 )
 
 
