@@ -7,8 +7,10 @@ import html
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
 
 from ledger_support import Scene, run_record
 
+from rollbook.cli import viewing
 from rollbook.cli.main import main
 from rollbook.core.config import Config, load_config
 from rollbook.core.errors import ConfigError
@@ -171,6 +174,22 @@ def test_the_screen_of_top_fits_its_width_and_loses_no_count(config: Config, sce
         assert max(map(len, lines)) <= width and "\x1b" not in "".join(lines)
         whole = " ".join(" ".join(lines).split())
         assert "2 timeout: slow" in whole and "2 attempts without a sample" in whole and "verdicts 0" in whole, width
+
+
+def test_top_shows_a_run_whose_server_is_gone_and_says_that_it_is_old(
+    config: Config, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.ledger.close()
+    slept: list[float] = []
+    monkeypatch.setattr(viewing, "LOOK_S", 0.0)
+    monkeypatch.setattr(viewing, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=slept.append))
+    looks = viewing._looks(config, 2.0)
+    assert "step 2/3" in next(looks)
+    again = next(looks)
+    assert again.startswith("NO LEDGER SERVER ANSWERS") and "what follows is old" in again and "step 2/3" in again
+    assert slept[0] >= 2.0
+    with pytest.raises(ConfigError, match="never started"):
+        next(viewing._looks(load_config(tmp_path / "run.toml", [f"run.dir={tmp_path}/nothing"]), 2.0))
 
 
 def test_one_line_of_blocks_shows_the_shape() -> None:

@@ -38,7 +38,7 @@ class _ReadOnly(Database):
     def _open_sqlite(self, url: sa.URL) -> None:
         path = Path(url.database or "")
         if not path.is_file():
-            raise ConfigError(f"there is no ledger at {path}")
+            raise ConfigError(f"there is no ledger at {path}: the run was never started here (rollbook run CONFIG)")
         module = sqlite_module()
 
         def connect() -> Any:
