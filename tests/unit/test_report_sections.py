@@ -155,6 +155,17 @@ def test_two_runs_are_compared_on_the_same_axes_by_a_command(
     assert page.count("data:image/png;base64") == 2 and "the same computation" in page and "+0" in page
 
 
+def test_what_a_sample_cost_is_not_told_from_a_part_of_the_rows() -> None:
+    made = steps(tokens=[1000.0, 1000.0], seconds_step=[2.0, 2.0])
+    seconds, slots = {"samples": 4, "tokens": 8, "generate_s": 3.0, "verify_s": 1.0}, {"applied": 3, "planned": 1}
+    lost = [{"status": "timeout", "blame": "infra", "seconds": 2.0}]
+    whole = sections.time_and_cost({"slots": slots}, made, seconds, lost)
+    assert "<td>process-seconds per trained sample</td><td>2.5</td>" in whole, "10 s over 4 samples"
+    assert "<td>process-seconds per 1,000 trained tokens</td><td>5</td>" in whole and "2.0 s (20.0%)" in whole
+    part = sections.time_and_cost({"slots": slots, "retention": {"groups": 7}}, made, seconds, lost)
+    assert "per trained sample" not in part and "per 1,000" not in part and "Rows of 7 groups were let go" in part
+
+
 def test_runs_of_the_same_id_are_told_apart_by_their_directories(config: Config) -> None:
     def at(run_id: str, folder: str) -> Config:
         return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=folder))
