@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from rollbook.core.errors import ConfigError, RollbookError
+from rollbook.observe.metrics import TELEMETRY_DROPPED_TOTAL
 from rollbook.observe.pages import LOOPBACK, PageHandler, PageServer
 
 Targets = Callable[[], Sequence[dict[str, Any]]]
@@ -46,6 +47,9 @@ class MetricsPage:
 class _Server(PageServer):
     registry: CollectorRegistry
     targets: Targets | None
+
+    def turned_away(self) -> None:
+        TELEMETRY_DROPPED_TOTAL.labels("metrics").inc()
 
 
 class _Handler(PageHandler):
