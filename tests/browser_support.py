@@ -5,6 +5,7 @@ Owns the browser's process and profile. No driver package: the protocol is JSON 
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import os
@@ -32,12 +33,14 @@ def need_chromium() -> None:
 
 
 class Browser:
-    """One page of one browser; ``complaints`` is everything it wrote to its console as a warning or error, and failed loads."""
+    """One page of one browser; ``complaints`` is everything it wrote to its console as a warning or error, and failed loads;
+    ``asked`` every URL it went for."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = commands, answers
         self._ids, self._buffer = itertools.count(1), b""
         self.complaints: list[str] = []
+        self.asked: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -72,6 +75,8 @@ class Browser:
             self.complaints.append(str([a.get("value") for a in params["args"]]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.complaints.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        elif method == "Network.requestWillBeSent":
+            self.asked.append(params["request"]["url"])
 
     def open(self, url: str) -> None:
         """Go to a page and wait until it is loaded."""
@@ -82,6 +87,16 @@ class Browser:
         """Go where nothing is asked for any more."""
         self.call("Page.navigate", url="about:blank")
         self.until("document.readyState === 'complete' && location.href === 'about:blank'")
+
+    def resize(self, width: int, height: int, *, dark: bool = False) -> None:
+        """As a screen of that many points: a phone where it is narrow."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def picture(self, *, whole: bool = False) -> bytes:
+        """PNG of what is on the screen, or of the whole page."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
 
     def evaluate(self, expression: str) -> Any:
         """Value of a JavaScript expression in the page."""

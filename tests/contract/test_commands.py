@@ -78,7 +78,7 @@ def test_status_is_the_same_from_the_server_and_from_the_database(recorded: Reco
     assert code == 0
     for text in (served, read):
         assert "run run  step 1/2  planned 1  version 1  checkpoint 1" in text
-        assert "failures  infra_error: out of memory 1" in text
+        assert "failures  1 attempts without a sample\n       1  infra_error: out of memory\n" in text
         assert "verdicts  none" in text
         assert re.search(r"role learner  epoch 1  held by learner- for another \d+", text)
     assert "role ledger" in served and "no ledger server answers" not in served

@@ -47,9 +47,10 @@ from rollbook.observe.metrics import REGISTRY
 from rollbook.rpc import status
 from rollbook.rpc.client import LedgerClient
 from rollbook.rpc.convert import role_term_message
-from rollbook.rpc.guard import DEADLINE_S_MAX, SERVICE
+from rollbook.rpc.guard import DEADLINE_S_MAX
 from rollbook.rpc.server import serve
 from rollbook.rpc.servicer import CHUNK_BYTES_MAX, WAIT_S_MAX
+from rollbook.rpc.wrapping import SERVICE
 from rollbook.v1 import ledger_service_pb2 as pb
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 

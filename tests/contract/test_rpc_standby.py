@@ -27,8 +27,8 @@ from rollbook.rpc.address import (
 )
 from rollbook.rpc.client import LedgerClient
 from rollbook.rpc.connection import STANDBY_WAIT_S
-from rollbook.rpc.guard import SERVICE
 from rollbook.rpc.standby import StandbyPort
+from rollbook.rpc.wrapping import SERVICE
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

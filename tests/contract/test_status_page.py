@@ -11,7 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.core.records import Blame, FailureReport, RewardStatus, Role, SlotKey
 from rollbook.core.security import OBSERVER, WORKER, token_digest
 from rollbook.core.settings import SecurityConfig
+from rollbook.observe import pages
 from rollbook.report import statuspage
 from rollbook.report.standing import standing
 from rollbook.report.statuspage import Content, StatusPage
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "security"))
 
 from security_support import make_folder, whole
 
-from run_support import CONFIG
+from run_support import CONFIG, wait_until
 
 TOKENS = {role: f"token-of-{role}-that-is-long-enough-0123456789" for role in (OBSERVER, WORKER)}
 Ask = Callable[..., tuple[int, dict[str, str], Any]]
@@ -148,6 +149,114 @@ def test_beyond_loopback_the_page_is_refused_without_tokens_and_tls() -> None:
             StatusPage("0.0.0.0:0", Content(None), run_id="run", security=security)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("address", [":0", "0", "", "nonsense", "[::1:0]", "localhost:x"])
+def test_an_address_without_a_host_or_a_port_is_refused_before_anything_listens(address: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ledger.status_address"):
+        StatusPage(address, Content(None), run_id="run", security=SecurityConfig())  # type: ignore[arg-type]
+    (tmp_path / "run.toml").write_text(CONFIG)
+    if address:
+        with pytest.raises(ConfigError, match="ledger.status_address"):
+            load_config(tmp_path / "run.toml", [f"ledger.status_address={address}"])
+
+
+def test_the_page_answers_on_the_loopback_of_version_6_too() -> None:
+    try:
+        page = StatusPage("[::1]:0", Content(Away()), run_id="run", security=SecurityConfig())
+    except ConfigError as error:
+        pytest.skip(f"NO IPV6 HERE: {error}")
+    try:
+        with urllib.request.urlopen(page.url, timeout=60) as reply:
+            assert reply.status == 200 and page.url.startswith("http://[::1]:")
+    finally:
+        page.close()
+
+
+DATA = b"GET /data HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+def talk(port: int, said: bytes) -> bytes:
+    """Everything the page answers to these bytes until it hangs up."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client, suppress(ConnectionError):
+        client.sendall(said)
+        while part := client.recv(65536):
+            answer += part
+    return answer
+
+
+@pytest.mark.parametrize(("said", "status"), [
+    (b"GET /" + b"x" * 65_530 + b" HTTP/1.1\r\n\r\n", b"414"), (b"<script>alert(1)</script> / HTTP/1.1\r\n\r\n", b"405"),
+    (b"GET <script>alert(1)</script> HTTP/9.9.9\r\n\r\n", b"400"), (b"\x16\x03\x01 not http\r\n\r\n", b"400"),
+    (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"), (b"BREW /data HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"405"),
+])  # fmt: skip
+def test_what_is_no_request_is_refused_with_the_policy_and_without_an_echo(said: bytes, status: bytes) -> None:
+    page = StatusPage("127.0.0.1:0", Content(Away()), run_id="run", security=SecurityConfig())
+    try:
+        head, _, body = talk(page.port, said).partition(b"\r\n\r\n")
+    finally:
+        page.close()
+    assert head.split(b" ")[1] == status and b"Content-Security-Policy: default-src 'none'" in head
+    assert b"text/plain" in head and b"script" not in body and len(body) < 100
+
+
+def test_a_client_that_does_not_come_to_its_end_is_cut_off_and_makes_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "OPEN_MAX", 1)
+    monkeypatch.setattr(pages, "SILENT_S", 600.0)
+    monkeypatch.setattr(pages, "REQUEST_S", 0.0)
+    page = StatusPage("127.0.0.1:0", Content(Away()), run_id="run", security=SecurityConfig())
+    try:
+        assert talk(page.port, b"GET /da") == b""
+        monkeypatch.setattr(pages, "REQUEST_S", 600.0)
+        wait_until("the place is free again", lambda: b" 503 " in talk(page.port, DATA))
+    finally:
+        page.close()
+
+
+def test_a_client_beyond_the_limit_is_turned_away_and_the_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "OPEN_MAX", 1)
+    asked, answers = threading.Event(), threading.Event()
+
+    class Held(Away):
+        def explain(self, key: SlotKey) -> dict:
+            asked.set()
+            answers.wait(100)
+            return {"sample_id": str(key)}
+
+    page, got = StatusPage("127.0.0.1:0", Content(Held()), run_id="run", security=SecurityConfig()), []
+    try:
+        story = DATA.replace(b"data", b"story?sample=1.2")
+        first = threading.Thread(target=lambda: got.append(talk(page.port, story)), daemon=True)
+        first.start()
+        assert asked.wait(100)
+        assert talk(page.port, DATA) == b""
+        answers.set()
+        first.join(100)
+        assert got[0].endswith(b'{"sample_id": "1.2"}')
+        wait_until("the place is free again", lambda: b" 503 " in talk(page.port, DATA))
+    finally:
+        answers.set()
+        page.close()
+
+
+def test_events_that_are_alike_are_one_row_so_that_those_of_the_run_are_seen(bench: Bench) -> None:
+    s = bench.scene(attempts_max=1000)
+    s.feed(4)
+    for _ in range(30):
+        grants = s.lease(4)
+        s.ledger.report_failures(
+            [FailureReport(g.key, g.token, s.incarnation, RewardStatus.TIMEOUT, Blame.UNCLEAR, "slow") for g in grants]
+        )
+    rows = statuspage.folded(s.ledger.recent_events(statuspage.EVENTS_READ))
+    failed, *others = [row for row in rows if row["what"] == "failure_reported"]
+    assert failed["n"] == 120 and failed["oldest_s"] <= failed["at_s"] and not others
+    roles = [row for row in rows if row["what"] == "role_acquired"]
+    assert [row["n"] for row in roles] == [1] * len(roles) and len(roles) >= 2
+    one = {"what": "failure_reported", "sample": "1.0", "at_s": 5.0, "detail": {"status": "timeout", "reason": "slow"}}
+    other = one | {"detail": {"status": "timeout", "reason": "other"}}
+    apart = [one, other, one | {"at_s": 3.0}, {"what": "x", "at_s": 1.0, "detail": {}}]
+    assert [(row["n"], row["oldest_s"]) for row in statuspage.folded(apart)] == [(2, 3.0), (1, 5.0), (1, 1.0)]
+
+
 def test_what_the_run_waits_for_is_the_cause_that_somebody_can_do_something_about(bench: Bench) -> None:
     s = bench.scene(steps=1)
 
@@ -159,7 +268,7 @@ def test_what_the_run_waits_for_is_the_cause_that_somebody_can_do_something_abou
     s.feed(2)
     assert waits() == ("running", "a worker to lease one of 4 waiting slots")
     grants = s.lease()
-    assert waits() == ("running", "rollouts: 4 slots are with 1 workers")
+    assert waits() == ("running", "rollouts: 4 slots with 1 worker")
     s.submit(grants)
     s.plan(1)
     assert waits() == ("running", "the learner: step 1 is planned and not finished")

@@ -88,13 +88,31 @@ def test_where_a_sample_stands_is_said_at_every_stage(bench: Bench) -> None:
     s = bench.scene()
     s.feed(2)
     key = SlotKey(0, 0)
-    assert s.ledger.explain(key)["end"] == "pending: it waits for a worker"
+    story = s.ledger.explain(key)
+    assert story["end"] == "pending: it waits for a worker" and (story["trace_id"], story["trace_sampled"]) == (None, None)
+    assert "trace" not in "\n".join(story_lines(story))
     grants = s.lease()
     assert s.ledger.explain(key)["end"] == "leased: a worker has it"
     s.submit(grants)
     assert s.ledger.explain(key)["end"] == "submitted: it waits for a step to take it"
     s.plan(1)
     assert s.ledger.explain(key)["end"] == "planned: its step is not in a checkpoint yet"
+
+
+def test_a_checkpoint_that_was_let_go_still_tells_when_the_step_became_durable(bench: Bench) -> None:
+    s = bench.scene(steps=9)
+    for step in (1, 2, 3):
+        s.feed(2)
+        s.fill()
+        s.train(step)
+        s.checkpoint(step)
+    s.ledger.mark_checkpoint(s.learner, 0, 1, "deleting")
+    story = s.ledger.explain(SlotKey(0, 0))
+    assert story["end"] == "applied: step 1 is part of checkpoint 0.2.1", "one that can be loaded"
+    last = story["history"][-1]
+    assert (last["what"], last["step"], last["dir"], last["let_go"]) == ("checkpoint", 1, "0.1.1", True)
+    s.ledger.mark_checkpoint(s.learner, 0, 1, "corrupt")
+    assert s.ledger.explain(SlotKey(0, 0))["history"][-1]["step"] == 2, "what was corrupt may never have been durable"
 
 
 def test_an_unknown_id_names_what_exists(bench: Bench) -> None:

@@ -17,7 +17,8 @@ from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigError
 from rollbook.core.security import is_loopback
 from rollbook.core.settings import LedgerConfig, SecurityConfig
-from rollbook.observe.exporter import LOOPBACK, MetricsPage
+from rollbook.observe.exporter import MetricsPage
+from rollbook.observe.pages import LOOPBACK
 from rollbook.rpc.server import serve
 
 

@@ -22,7 +22,7 @@ from rollbook.observe.metrics import REGISTRY
 from rollbook.rpc.client import LedgerClient
 from rollbook.rpc.credentials import Access
 from rollbook.rpc.gate import OWN_ROLE, PERMISSIONS
-from rollbook.rpc.guard import SERVICE
+from rollbook.rpc.wrapping import SERVICE
 from rollbook.v1 import ledger_service_pb2 as pb
 
 TERMS = {"acquire_role", "renew_role", "release_role"}

@@ -13,8 +13,9 @@ from typing import Any
 
 import grpc
 
-from rollbook.rpc.guard import SERVICE, Guard, Standing
+from rollbook.rpc.guard import Guard, Standing
 from rollbook.rpc.servicer import LedgerServicer
+from rollbook.rpc.wrapping import SERVICE
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 from simulation.kernel import Event, Kernel, Task
 from simulation.machine import Process

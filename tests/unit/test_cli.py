@@ -191,16 +191,18 @@ def test_a_password_is_never_shown() -> None:
         assert shown_url(plain) == plain
 
 
-def test_a_story_leaves_out_what_is_not_known() -> None:
+def test_a_story_leaves_out_what_is_not_known_and_commands_no_terminal() -> None:
     story = {
-        "sample_id": "3.0", "end": "applied: step 1", "refills": None, "reward": 0.1 + 0.2,
+        "sample_id": "3.0", "end": "pending: it waits", "refills": None, "reward": 0.1 + 0.2, "task": "\x1b[2J\nred\u202e",
+        "trace_id": None, "trace_sampled": None,
         "history": [
             {"at_s": 1000.5, "what": "issued", "ordinal": 3}, {"at_s": 1002.0, "what": "trained", "step": 1, "reason": ""},
         ],
     }  # fmt: skip
     assert story_lines(story) == [
-        "3.0  applied: step 1",
+        "3.0  pending: it waits",
         "reward             0.3",
+        r"task               \x1b[2J\nred\u202e",
         "issued at 1970-01-01 00:16:40 UTC; seconds since then:",
         "      +0.000  issued           ordinal=3",
         "      +1.500  trained          step=1",

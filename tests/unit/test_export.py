@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from rollbook.core.records import Blame, FailureReport, RewardStatus
 from rollbook.ledger import schema as t
 from rollbook.ledger.ledger import Ledger
 from rollbook.ledger.readonly import Reader
-from rollbook.report.export import export
+from rollbook.report.export import TABLES, export
 
 parquet = pytest.importorskip("pyarrow.parquet", reason="PYARROW NOT INSTALLED: nothing to export with")
 
@@ -69,22 +71,41 @@ def test_pages_are_gapless_whatever_their_size(scene: Scene, tmp_path: Path) -> 
             assert [row for page in rows.pages(table, page_rows=3) for row in page] == whole
 
 
-def test_other_programs_open_the_files(scene: Scene, tmp_path: Path) -> None:
+def pandas_rows(library: Any, file: str) -> list[dict[str, Any]]:
+    frame = library.read_parquet(file, dtype_backend="pyarrow")
+    return list(frame.astype(object).where(frame.notna(), None).to_dict("records"))
+
+
+def duckdb_rows(library: Any, file: str) -> list[dict[str, Any]]:
+    library.sql("SET TimeZone = 'UTC'")
+    found = library.sql(f"FROM '{file}'")
+    return [dict(zip(found.columns, row, strict=True)) for row in found.fetchall()]
+
+
+OPENED = {"pandas": pandas_rows, "polars": lambda library, file: library.read_parquet(file).to_dicts(), "duckdb": duckdb_rows}
+
+
+@pytest.mark.parametrize("name", sorted(OPENED))
+def test_other_programs_read_the_rows_that_were_written(name: str, scene: Scene, tmp_path: Path) -> None:
+    library = pytest.importorskip(name, reason=f"{name.upper()} NOT INSTALLED: it did not open the exported files")
     with reader(tmp_path) as rows:
-        export(rows, tmp_path / "out")
-    file, opened = str(tmp_path / "out" / "samples.parquet"), []
-    for name, count in (
-        ("pandas", lambda lib: len(lib.read_parquet(file))), ("polars", lambda lib: lib.read_parquet(file).height),
-        ("duckdb", lambda lib: lib.sql(f"SELECT count(*) FROM '{file}'").fetchall()[0][0]),
-    ):  # fmt: skip
-        try:
-            library = __import__(name)
-        except ImportError:
-            continue
-        assert count(library) == 6
-        opened.append(name)
-    if not opened:
-        pytest.skip("PANDAS, POLARS, DUCKDB NOT INSTALLED: the exported files were opened with pyarrow only")
+        counts = export(rows, tmp_path / "out", with_tokens=True)
+    assert set(counts) == set(TABLES)
+    for table, n in counts.items():
+        file = str(tmp_path / "out" / f"{table}.parquet")
+        found, written = OPENED[name](library, file), parquet.read_table(file).to_pylist()
+        assert len(found) == n == len(written) > 0
+        for row, expected in zip(found, written, strict=True):
+            assert {column: plain(value) for column, value in row.items()} == expected, (name, table)
+
+
+def plain(value: Any) -> Any:
+    """A cell as Python has it: arrays as lists, a library's timestamps as datetimes."""
+    if hasattr(value, "to_pydatetime"):
+        value = value.to_pydatetime()
+    if isinstance(value, datetime):
+        return value.astimezone(UTC)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def test_without_pyarrow_the_extra_is_named(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
+import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +21,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
 
 from ledger_support import Scene, run_record
 
+from rollbook.cli import viewing
 from rollbook.cli.main import main
 from rollbook.core.config import Config, load_config
 from rollbook.core.errors import ConfigError
+from rollbook.core.host import COMMAND_HOLDER
 from rollbook.core.records import Blame, FailureReport, RewardStatus, Role
 from rollbook.ledger.ledger import Ledger
 from rollbook.ledger.readonly import Reader
 from rollbook.report import heldout, mirror, sections
+from rollbook.report.compare import named_apart
 from rollbook.report.html import write
-from rollbook.report.top import sparkline
+from rollbook.report.top import sparkline, top_lines
 
 
 @pytest.fixture
@@ -99,6 +106,24 @@ def test_a_take_over_is_a_recovery_with_its_times_and_a_first_holder_is_none(con
     assert "not read: &lt;gone&gt;" in sections.recoveries(None, [], "<gone>")
 
 
+def test_a_worker_that_came_later_is_a_recovery_and_looking_and_tidying_are_none(config: Config, scene: Scene) -> None:
+    assert scene.worker("later") and scene.worker("<b>latest</b>")
+    for step in (0, 1, 2):
+        scene.checkpoint(step)
+    scene.ledger.mark_checkpoint(scene.learner, 0, 0, "deleting")
+    scene.ledger.close()
+    look = Ledger(config.ledger.url, holder=f"{COMMAND_HOLDER}1")
+    with look, Reader(config.ledger.url, "run") as rows:
+        look.attach("run")
+        page = sections.recoveries(rows.recoveries(), look.step_metrics(0))
+    with Ledger(config.ledger.url, holder="successor") as ledger, Reader(config.ledger.url, "run") as rows:
+        ledger.attach("run")
+        after = sections.recoveries(rows.recoveries(), ledger.step_metrics(0))
+    assert page.count("worker_started") == 2 and "worker later" in page and "&lt;b&gt;latest" in page
+    assert "checkpoint_marked" not in page and "server_attached" not in page
+    assert after.count("server_attached") == 1 and "epoch 3" in after
+
+
 def test_the_whole_report_has_every_section_and_says_what_failures_cost(config: Config, scene: Scene) -> None:
     scene.feed(1)
     grant = scene.lease(1)[0]
@@ -111,6 +136,8 @@ def test_the_whole_report_has_every_section_and_says_what_failures_cost(config: 
     titles = ("Curves", "Staleness", "Off-policy diagnostics", "Drop bias", "Time and cost", "Recoveries", "Manifest")
     for title in (*titles, "Configuration"):
         assert f"<h2>{title}</h2>" in page
+    assert "<th>steps trained</th><td>2</td>" in page and "<th>policy version</th><td>2, digest" in page and "{'" not in page
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//|@import|url\(", page), "it loads nothing"
     assert "failed attempts, timeout (unclear)</td><td>3.0" in page and "By difficulty" in page and "By length" in page
 
 
@@ -126,6 +153,54 @@ def test_two_runs_are_compared_on_the_same_axes_by_a_command(
     assert found["numbers"]["steps"] == [2, 2] and found["numbers"]["reward_mean, last tenth"] == [0.25, 0.25]
     page = (out / "compare.html").read_text()
     assert page.count("data:image/png;base64") == 2 and "the same computation" in page and "+0" in page
+
+
+def test_what_a_sample_cost_is_not_told_from_a_part_of_the_rows() -> None:
+    made = steps(tokens=[1000.0, 1000.0], seconds_step=[2.0, 2.0])
+    seconds, slots = {"samples": 4, "tokens": 8, "generate_s": 3.0, "verify_s": 1.0}, {"applied": 3, "planned": 1}
+    lost = [{"status": "timeout", "blame": "infra", "seconds": 2.0}]
+    whole = sections.time_and_cost({"slots": slots}, made, seconds, lost)
+    assert "<td>process-seconds per trained sample</td><td>2.5</td>" in whole, "10 s over 4 samples"
+    assert "<td>process-seconds per 1,000 trained tokens</td><td>5</td>" in whole and "2.0 s (20.0%)" in whole
+    part = sections.time_and_cost({"slots": slots, "retention": {"groups": 7}}, made, seconds, lost)
+    assert "per trained sample" not in part and "per 1,000" not in part and "Rows of 7 groups were let go" in part
+
+
+def test_runs_of_the_same_id_are_told_apart_by_their_directories(config: Config) -> None:
+    def at(run_id: str, folder: str) -> Config:
+        return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=folder))
+
+    assert named_apart([at("a", "/x/one"), at("b", "/x/one")]) == ["a", "b"]
+    assert named_apart([at("a", "/x/one"), at("a", "/x/two"), at("b", "/y/two")]) == ["a (/x/one)", "a (/x/two)", "b"]
+    assert named_apart([at("a", "/x/one"), at("a", "/x/two")]) == ["a (one)", "a (two)"]
+    assert named_apart([at("a", "/x/one"), at("a", "/y/one")]) == ["a (/x/one)", "a (/y/one)"]
+
+
+def test_the_screen_of_top_fits_its_width_and_loses_no_count(config: Config, scene: Scene) -> None:
+    scene.feed(1)
+    why = (RewardStatus.TIMEOUT, Blame.UNCLEAR, "slow \x1b[2J " + "long " * 99)
+    scene.ledger.report_failures([FailureReport(grant.key, grant.token, scene.incarnation, *why) for grant in scene.lease(2)])
+    for width in (60, 80, 200):
+        lines = top_lines(scene.ledger.run_status(), scene.ledger.step_metrics(0), config, 0.0, width)
+        assert max(map(len, lines)) <= width and "\x1b" not in "".join(lines)
+        whole = " ".join(" ".join(lines).split())
+        assert "2 timeout: slow" in whole and "2 attempts without a sample" in whole and "verdicts 0" in whole, width
+
+
+def test_top_shows_a_run_whose_server_is_gone_and_says_that_it_is_old(
+    config: Config, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.ledger.close()
+    slept: list[float] = []
+    monkeypatch.setattr(viewing, "LOOK_S", 0.0)
+    monkeypatch.setattr(viewing, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=slept.append))
+    looks = viewing._looks(config, 2.0)
+    assert "step 2/3" in next(looks)
+    again = next(looks)
+    assert again.startswith("NO LEDGER SERVER ANSWERS") and "what follows is old" in again and "step 2/3" in again
+    assert slept[0] >= 2.0
+    with pytest.raises(ConfigError, match="never started"):
+        next(viewing._looks(load_config(tmp_path / "run.toml", [f"run.dir={tmp_path}/nothing"]), 2.0))
 
 
 def test_one_line_of_blocks_shows_the_shape() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from rollbook.core.config import Config, config_from_json, load_config
 from rollbook.core.errors import ConfigError, RoleHeld, RollbookError, Unavailable, WrongRun
-from rollbook.core.host import incarnation
+from rollbook.core.host import COMMAND_HOLDER, incarnation
 from rollbook.core.ports import LedgerPort
 from rollbook.core.security import OBSERVER
 from rollbook.observe import failpoints
@@ -140,8 +140,9 @@ def _open_database(config: Config) -> Ledger:
     if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).exists():
         raise ConfigError(f"no ledger at {url}: the run {config.run.id!r} was never started (rollbook run CONFIG)")
     ledger = Ledger(
-        url, holder=incarnation(), role_ttl_s=config.ledger.role_ttl_s, password_file=config.ledger.password_file
-    )
+        url, holder=f"{COMMAND_HOLDER}{incarnation()}", role_ttl_s=config.ledger.role_ttl_s,
+        password_file=config.ledger.password_file,
+    )  # fmt: skip
     deadline = time.monotonic() + config.ledger.role_ttl_s + 1.0
     told = False
     try:

@@ -67,7 +67,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def status(args: argparse.Namespace) -> int:
     """Print the run's state once."""
-    from rollbook.report.progress import status_lines
+    from rollbook.report.progress import on_terminal, status_lines
     from rollbook.report.standing import standing
 
     config = read_config(args)
@@ -87,7 +87,7 @@ def status(args: argparse.Namespace) -> int:
         around = {"standing": at.as_dict(), "supervisor": control.read_state(run_dir), "placements": placements.newest(run_dir)}
         print(json.dumps(state | {"server": is_served} | around, indent=1))
         return 0
-    print(f"{at.state.upper()}  waits for {at.waits_for}")
+    print(on_terminal(f"{at.state.upper()}  waits for {at.waits_for}"))
     print("\n".join([*status_lines(state, config), *waiting, *placements.placement_lines(placements.newest(run_dir))]))
     if is_served and (url := page_url(run_dir)):
         print(f"status page  {url}")
@@ -134,6 +134,8 @@ def why(args: argparse.Namespace) -> int:
 
 def story_lines(story: dict) -> list[str]:
     """A rollout's story for a person: what is known, then what happened, in seconds since it was issued."""
+    from rollbook.report.progress import on_terminal
+
     lines = [f"{story['sample_id']}  {story['end']}"]
     shown = {name: value for name, value in story.items() if name not in ("sample_id", "end", "history") and value is not None}
     lines += [f"{name:<18} {_shown(value)}" for name, value in shown.items()]
@@ -143,7 +145,7 @@ def story_lines(story: dict) -> list[str]:
     for entry in history:
         details = "  ".join(f"{k}={_shown(v)}" for k, v in entry.items() if k not in ("at_s", "what") and v not in ("", None))
         lines.append(f"  {entry['at_s'] - began:+10.3f}  {entry['what']:<16} {details}".rstrip())
-    return lines
+    return [on_terminal(line) for line in lines]
 
 
 def _shown(value: object) -> object:

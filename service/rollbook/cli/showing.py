@@ -20,9 +20,10 @@ from rollbook.core.host import incarnation
 from rollbook.observe import targets
 from rollbook.observe.devices import WORKER_CLOCK, GpuCollector, Settling, open_nvml
 from rollbook.observe.engine_metrics import EngineCollector
-from rollbook.observe.exporter import LOOPBACK, MetricsPage
+from rollbook.observe.exporter import MetricsPage
 from rollbook.observe.ledger_metrics import LedgerCollector, Surroundings
 from rollbook.observe.metrics import REGISTRY, expose, recovered
+from rollbook.observe.pages import LOOPBACK
 from rollbook.supervise.control import WORKERS_MAX, read_orders, read_restarts
 
 if TYPE_CHECKING:

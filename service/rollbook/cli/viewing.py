@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def top(args: argparse.Namespace) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(Text("starting"), console=Console(), auto_refresh=False, screen=True) as live:
+    with Live(Text("asking the ledger"), console=Console(), auto_refresh=False, screen=True) as live:
         for text in _looks(config, args.every):
             live.update(Text(text), refresh=True)
     return 0
@@ -112,17 +113,21 @@ def mirror(args: argparse.Namespace) -> int:
 
 
 def _looks(config: Config, every_s: float) -> Iterator[str]:
-    """One screen after the other. Where no server answers, the last one stays and says so: opening the database again and again
-    would keep a server from starting."""
+    """One screen after the other. Where no server answers, the first is read from the database, and the last one stays and says
+    so: opening the database again and again would keep a server from starting."""
     lines: list[str] = []
+    source: Callable[[Config, float], AbstractContextManager[LedgerPort]] = ledger_of
     while True:
         began = time.monotonic()
         try:
-            with client_for(config, LOOK_S) as client:
-                lines = _look(client, config)
+            with source(config, LOOK_S) as ledger:
+                lines = _look(ledger, config)
             yield "\n".join(lines)
+        except ConfigError:
+            raise
         except RollbookError as error:
             yield "\n".join([f"NO LEDGER SERVER ANSWERS ({type(error).__name__}: {error}); what follows is old", *lines])
+        source = client_for
         time.sleep(max(every_s, 10 * (time.monotonic() - began)))
 
 

@@ -199,7 +199,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     try:
         table = tomllib.loads(file.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"no configuration file at {file}") from None
+        raise ConfigError(f"no configuration file at {file}; name a TOML file, or the directory of a run") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from None
     try:

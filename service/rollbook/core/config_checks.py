@@ -152,8 +152,8 @@ def check(c: Config) -> None:
     need(last_port < 2**16, f"run.metrics_port = {c.run.metrics_port}: the last role's port would be {last_port}; at most 65535")
     for name in c.run.mirror:
         need(name in MIRRORS, f"run.mirror: {name!r} is none of {', '.join(MIRRORS)}")
-    port = c.ledger.status_address.rpartition(":")[2]
-    need(not c.ledger.status_address or (port.isdigit() and int(port) < 2**16),
+    host, _, port = c.ledger.status_address.rpartition(":")
+    need(not c.ledger.status_address or (bool(host) and port.isdecimal() and int(port) < 2**16),
          f"ledger.status_address = {c.ledger.status_address!r}: write host:port, as 127.0.0.1:0; empty = no page")  # fmt: skip
     need(c.ledger.metrics_port < 2**16, f"ledger.metrics_port = {c.ledger.metrics_port}: at most 65535; 0 shows no metrics")
     check_security(c)

@@ -94,6 +94,10 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
+COMMAND_HOLDER = "command-"
+"""Beginning of the holder's name where a command opens the database because no ledger server answers."""
+
+
 def incarnation() -> str:
     """Id of this process: given by its supervisor, or made up."""
     return host().environ.get("ROLLBOOK_INCARNATION") or host().token()

@@ -201,9 +201,8 @@ def check_security(c: Config) -> None:
 
 def check_reach(address: str, s: SecurityConfig, field: str = "ledger.address") -> None:
     """Refuse to be heard beyond this machine by strangers, or with tokens in clear text. Raises ConfigError."""
-    host = address.rpartition(":")[0]
-    if not host or is_loopback(address) or (s.tokens and s.certificate):
-        return
+    if ":" not in address or is_loopback(address) or (s.tokens and s.certificate):
+        return  # the first is no address, as whoever listens will say; an empty host is every interface of this machine
     missing = " and ".join(
         [*([] if s.certificate else ["security.certificate (TLS)"]), *([] if s.tokens else ["security.tokens (who may call)"])]
     )

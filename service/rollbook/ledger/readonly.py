@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.pool import NullPool
 
 from rollbook.core.errors import ConfigError, NotFound
-from rollbook.core.host import host
+from rollbook.core.host import COMMAND_HOLDER, host
 from rollbook.ledger import schema as t
 from rollbook.ledger.dialects import SQLITE_BUSY_MS, Database, sqlite_module
 from rollbook.ledger.migrate import require_current
@@ -27,6 +27,8 @@ EVENT_KINDS_OF_RECOVERY = (
     "server_attached", "role_acquired", "lineage_forked", "breaker_opened", "breaker_closed", "checkpoint_marked",
     "checkpoint_replaced", "config_revised", "group_retried",
 )  # fmt: skip
+NO_RECOVERY = ('"state": "deleting"', f'"holder": "{COMMAND_HOLDER}')
+"""What the events say of a checkpoint that is let go of, and of a command that opened the database where no server answered."""
 RECOVERIES_MAX = 2000
 
 
@@ -36,7 +38,7 @@ class _ReadOnly(Database):
     def _open_sqlite(self, url: sa.URL) -> None:
         path = Path(url.database or "")
         if not path.is_file():
-            raise ConfigError(f"there is no ledger at {path}")
+            raise ConfigError(f"there is no ledger at {path}: the run was never started here (rollbook run CONFIG)")
         module = sqlite_module()
 
         def connect() -> Any:
@@ -94,15 +96,31 @@ class Reader:
         }  # fmt: skip
 
     def recoveries(self) -> list[dict[str, Any]]:
-        """Newest events of restarts, take-overs, forks and repairs, oldest first: at_s, what, detail."""
-        e = t.event.c
+        """Newest events of restarts, take-overs, forks and repairs, oldest first: at_s, what, detail.
+
+        A worker that was registered after the first step was finished is one of them: it takes the place of another, or is one
+        more. That old checkpoints are let go of is none, nor is a command that looked at the database itself.
+        """
+        e, w, o = t.event.c, t.worker.c, t.plan_outcome.c
+        here = [~e.detail_json.contains(said, autoescape=True) for said in NO_RECOVERY]
         with self._database.reading() as conn:
             rows = conn.execute(
                 sa.select(e.kind, e.at_us, e.detail_json)
-                .where(e.run_id == self.run_id, e.kind.in_(EVENT_KINDS_OF_RECOVERY))
+                .where(e.run_id == self.run_id, e.kind.in_(EVENT_KINDS_OF_RECOVERY), *here)
                 .order_by((e.seq + 0).desc()).limit(RECOVERIES_MAX)
             ).all()  # fmt: skip
-        return [{"at_s": r.at_us / 1e6, "what": r.kind, "detail": json.loads(r.detail_json)} for r in reversed(rows)]
+            first = sa.select(sa.func.min(o.finished_at_us)).where(o.run_id == self.run_id).scalar_subquery()
+            workers = conn.execute(
+                sa.select(w.registered_at_us, w.incarnation, w.host, w.engine)
+                .where(w.run_id == self.run_id, w.registered_at_us > first)
+                .order_by(w.registered_at_us.desc()).limit(RECOVERIES_MAX)
+            ).all()  # fmt: skip
+        found = [{"at_s": r.at_us / 1e6, "what": r.kind, "detail": json.loads(r.detail_json)} for r in rows]
+        found += [
+            {"at_s": r.registered_at_us / 1e6, "what": "worker_started",
+             "detail": {"worker": r.incarnation, "host": r.host, "engine": r.engine}} for r in workers
+        ]  # fmt: skip
+        return sorted(found, key=lambda event: event["at_s"])[-RECOVERIES_MAX:]
 
     def lost_seconds(self) -> list[dict[str, Any]]:
         """Time that failed attempts took, and their tokens, by status and blame."""

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from rollbook.core.errors import UnknownSlot
 from rollbook.core.packing import unpack_f32, unpack_i32
-from rollbook.core.records import Blame, FinishReason, SlotKey
+from rollbook.core.records import Blame, CheckpointState, FinishReason, SlotKey
 from rollbook.ledger import schema as t
 from rollbook.ledger.base import again_on_conflict
 from rollbook.ledger.submitting import unpack_versions
@@ -72,7 +72,8 @@ class Story(Tools):
             story: dict[str, Any] = {
                 "sample_id": str(key), "run_id": run_id, "state": "pending", "seed": slot.seed, "stream": group.stream,
                 "task": group.task_json, "siblings": group.n_siblings, "refills": group.refills, "refilled_by": refilled_by,
-                "trace_id": trace_id(slot.traceparent) or None, "trace_sampled": is_sampled(slot.traceparent),
+                "trace_id": trace_id(slot.traceparent) or None,
+                "trace_sampled": is_sampled(slot.traceparent) if slot.traceparent else None,
             }  # fmt: skip
             history = [self._issued(conn, key, group)]
             history += self._event_history(conn, key)
@@ -241,14 +242,16 @@ class Story(Tools):
         if end is not None:
             story |= {"outcome": end.outcome} | ({"reason": end.reason} if end.reason else {})
             history.append((end.finished_at_us, {"what": end.outcome, **here, "reason": end.reason}))
-        covering = conn.execute(
-            sa.select(t.checkpoint).where(
-                c.run_id == run_id, self._along(c.lineage, c.step, lineage), c.step >= item.step, c.state == "committed"
-            ).order_by(c.step).limit(1)
-        ).first()  # fmt: skip
-        if covering is not None:
-            story |= {"state": "applied", "checkpoint": covering.dir_name}
-            history.append((covering.committed_at_us, {"what": "checkpoint", "step": covering.step, "dir": covering.dir_name}))
+        where = (c.run_id == run_id, self._along(c.lineage, c.step, lineage), c.step >= item.step)
+        oldest = sa.select(t.checkpoint).where(*where).order_by(c.step).limit(1)
+        kept = conn.execute(oldest.where(c.state == CheckpointState.COMMITTED.value)).first()
+        if kept is not None:
+            story |= {"state": "applied", "checkpoint": kept.dir_name}
+            first = conn.execute(oldest.where(c.state != CheckpointState.CORRUPT.value)).one()
+            history.append((first.committed_at_us, {
+                "what": "checkpoint", "step": first.step, "dir": first.dir_name,
+                "let_go": first.state == CheckpointState.DELETING.value or None,
+            }))  # fmt: skip
 
     def _weight(self, conn: sa.Connection, key: SlotKey, item: Any, plan: Any) -> dict[str, Any]:
         """What the sample is within its step: its age, its reward beside its group's, its share of the step's tokens.

@@ -12,22 +12,15 @@ Owns the three questions, their status codes and the page. Never decides what is
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rollbook.core.errors import ConfigError
 from rollbook.core.host import host
-from rollbook.observe.exporter import LOOPBACK
+from rollbook.observe.pages import LOOPBACK, PageHandler, PageServer
 from rollbook.observe.progress import Bounds, Reporter, Seen, State
 
-log = logging.getLogger(__name__)
-
-OPEN_MAX = 32
-"""Requests answered at once; further ones are closed unanswered."""
-REQUEST_S = 5.0
 CHECK_AGE_S = 1.0
 """How long the answer of a check is repeated."""
 
@@ -108,71 +101,28 @@ class HealthPage:
     def __init__(self, port: int, health: Health) -> None:
         """Start it; port 0 picks a free one. Raises ConfigError when the port is taken."""
         try:
-            self._server = _Server((LOOPBACK, port), _Handler)
+            self._server = _Server((LOOPBACK, port), _Handler, "health")
         except OSError as error:
             raise ConfigError(
                 f"health port {port}: {error.strerror or error}; choose another run.health_port, or 0 for none"
             ) from None
         self._server.health = health
-        self.port = int(self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.2,), name="health", daemon=True)
-        self._thread.start()
+        self.port = self._server.start()
 
     def close(self) -> None:
         """Stop answering and let the port go."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(2.0)
+        self._server.close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
+class _Server(PageServer):
     health: Health
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._free = threading.Semaphore(OPEN_MAX)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a health request was not answered", exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(PageHandler):
     server: _Server
-    timeout = REQUEST_S
-    server_version = "rollbook"
-    sys_version = ""
 
     def do_GET(self) -> None:
-        self._reply(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._reply(with_body=False)
-
-    def _reply(self, *, with_body: bool) -> None:
         status, content = self.server.health.answer(self.path.partition("?")[0])
-        body = (json.dumps(content) + "\n").encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
+        self.reply(status, "application/json", (json.dumps(content) + "\n").encode())
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a probe every few seconds is no news."""
+    do_HEAD = do_GET

@@ -34,9 +34,11 @@ class Side:
 
 
 def named_apart(configs: Sequence[Config]) -> list[str]:
-    """The runs' ids, with their directories where two are the same."""
+    """The runs' ids; where two are the same with their directories, by name if those differ."""
     ids = [c.run.id for c in configs]
-    return [c.run.id if ids.count(c.run.id) == 1 else f"{c.run.id} ({c.run.dir})" for c in configs]
+    short, whole = [Path(c.run.dir).name for c in configs], [c.run.dir for c in configs]
+    apart = short if len(set(short)) == len(set(whole)) else whole
+    return [name if ids.count(name) == 1 else f"{name} ({where})" for name, where in zip(ids, apart, strict=True)]
 
 
 def panels_by_step(sides: Sequence[Side]) -> list[Panel]:
@@ -88,8 +90,9 @@ def write(sides: Sequence[Side], out_dir: Path) -> Path:
     out_dir.mkdir(parents=True, exist_ok=True)
     found = numbers(sides)
     (out_dir / "compare.json").write_text(json.dumps({"runs": [s.name for s in sides], "numbers": found}, indent=1))
-    pictures = [_image(title, panels) for title, panels in
-                (("curves by step", panels_by_step(sides)), ("reward by time", panel_by_time(sides))) if panels]  # fmt: skip
+    pictures = [_image(title, panels, x) for title, panels, x in
+                (("curves by step", panels_by_step(sides), "step"), ("reward by time", panel_by_time(sides), "minutes"))
+                if panels]  # fmt: skip
     rows = [(name, *map(_shown, values), *(_difference(values[0], v) for v in values[1:])) for name, values in found.items()]
     heads = ("", *(s.name for s in sides), *(f"{s.name} less {sides[0].name}" for s in sides[1:]))
     title = html.escape(" and ".join(s.name for s in sides))
@@ -103,8 +106,8 @@ def write(sides: Sequence[Side], out_dir: Path) -> Path:
     return file
 
 
-def _image(title: str, panels: Sequence[Panel]) -> str:
-    return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png(panels)).decode()}">'
+def _image(title: str, panels: Sequence[Panel], x: str) -> str:
+    return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png(panels, x=x)).decode()}">'
 
 
 def _shown(value: float | None) -> str:

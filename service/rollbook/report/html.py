@@ -23,10 +23,14 @@ from rollbook.report.standing import standing
 
 _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    "table{border-collapse:collapse;margin:.5rem 0}td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}"
+    "table{border-collapse:collapse;margin:.5rem 0;display:block;overflow-x:auto}"
+    "td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left;overflow-wrap:break-word}"
     ".alarm{color:#fff;background:#b00020;padding:.4rem .6rem;font-weight:600}"
-    "img{max-width:100%}pre{background:#f6f6f6;padding:.6rem;overflow:auto}"
+    "h1,h2,p{overflow-wrap:anywhere}img{max-width:100%}pre{background:#f6f6f6;padding:.6rem;overflow:auto}"
 )
+
+
+STEPS = ("configured", "planned", "trained", "skipped")
 
 
 class Records(Protocol):
@@ -78,7 +82,7 @@ def write(
     lost = records.lost_seconds() if records else None
     body = [
         f"<h1>Run {html.escape(config.run.id)}</h1>", unsafe_banner(counts),
-        _table([("audit", _audited(violations)), *_summary(state, metrics), *state["steps"].items(), ("head", state["head"])]),
+        _table([("audit", _audited(violations)), *_summary(state, metrics)]),
         "<h2>Curves</h2>", image,
         sections.staleness(config, metrics), sections.off_policy(config, metrics),
         "<h2>Slots</h2>", _table(list(state["slots"].items())),
@@ -97,8 +101,8 @@ def write(
 
 def framed(title: str, body: str) -> str:
     """A whole page that loads nothing from anywhere."""
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-    return f"{head}<style>{_STYLE}</style>{body}</html>"
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    return f"{head}<title>{html.escape(title)}</title><style>{_STYLE}</style>{body}</html>"
 
 
 def _audited(violations: Sequence[Any]) -> str:
@@ -111,8 +115,14 @@ def _summary(state: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> 
     """The run in a few numbers."""
     rewards = [value for _, value in sections.finite(metrics, "reward_mean")]
     tenth = max(1, len(rewards) // 10)
-    found: list[tuple[str, object]] = [("state", standing(state, host().time()).state)]
+    at, head, steps = standing(state, host().time()), state["head"], state["steps"]
+    found: list[tuple[str, object]] = [
+        ("state", at.state), ("waits for", at.waits_for), *((f"steps {name}", steps[name]) for name in STEPS if name in steps),
+        ("step of the newest checkpoint", steps["checkpoint"]),
+        ("policy version", f"{head['version']}, digest {head['digest']}" if head else "none"),
+    ]  # fmt: skip
     if rewards:
         first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
         found.append(("mean reward, first and last tenth of the steps", f"{first:.3f} to {last:.3f}"))
-    return [*found, ("tokens accepted", state["tokens"]["accepted"]), ("groups quarantined", len(state.get("quarantines", ())))]
+    taken = len(state.get("quarantines", ()))
+    return [*found, ("tokens accepted", state["tokens"]["accepted"]), ("groups quarantined by an operator", taken)]

@@ -36,8 +36,10 @@ def terminal_curve(values: Sequence[float], width: int = 72, height: int = 8) ->
     return "\n".join(rows)
 
 
-def png(panels: Sequence[tuple[str, dict[str, tuple[Sequence[float], Sequence[float]]]]], file: Path | None = None) -> bytes:
-    """One figure with a panel per (title, {label: (steps, values)}); returns PNG bytes, also written to ``file``."""
+def png(
+    panels: Sequence[tuple[str, dict[str, tuple[Sequence[float], Sequence[float]]]]], file: Path | None = None, x: str = "step"
+) -> bytes:
+    """One figure with a panel per (title, {label: (x, values)}); returns PNG bytes, also written to ``file``."""
     figure, axes = plt.subplots(len(panels), 1, figsize=(8, 2.4 * len(panels)), sharex=True, squeeze=False)
     for axis, (title, lines) in zip(axes[:, 0], panels, strict=True):
         for label, (steps, values) in lines.items():
@@ -47,7 +49,7 @@ def png(panels: Sequence[tuple[str, dict[str, tuple[Sequence[float], Sequence[fl
         axis.grid(alpha=0.3)
         if len(lines) > 1:
             axis.legend(fontsize=7)
-    axes[-1, 0].set_xlabel("step")
+    axes[-1, 0].set_xlabel(x)
     content = _drawn(figure)
     if file is not None:
         file.write_bytes(content)

@@ -26,6 +26,9 @@ POLL_S = 0.5
 POLL_SHARE = 0.1
 """Largest share of the ledger's time that looking may take."""
 FLUSH_S = 5.0
+REASONS_SHOWN = 5
+"""Reasons of failures that get a line each."""
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def step_line(metrics: dict, steps_total: int) -> str:
@@ -51,8 +54,17 @@ def shown_url(url: str) -> str:
     return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", url))
 
 
+def on_terminal(text: str) -> str:
+    """The text with every control character written out: a reason may hold what a model wrote, and a terminal obeys."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def status_lines(state: dict, config: Config) -> list[str]:
     """What runs, rates, lag and failures as text."""
+    return [on_terminal(line) for line in _status_lines(state, config)]
+
+
+def _status_lines(state: dict, config: Config) -> list[str]:
     steps, rates = state["steps"], state["rates"]
     total = steps["configured"] or config.run.steps
     finished = steps["trained"] + steps["skipped"]
@@ -66,7 +78,7 @@ def status_lines(state: dict, config: Config) -> list[str]:
         + (f"  ETA {_eta(rates, total - finished, config)}" if finished < total else "  complete"),
         "submits  " + _counts(state["submits"]),
         "verdicts  " + (_counts(state["verdicts"]) or "none"),
-        "failures  " + (_counts(state["failures"]) or "none"),
+        *_failure_lines(state["failures"]),
     ]
     lines += [f"quarantined  group {taken['ordinal']}: {taken['reason']}" for taken in state.get("quarantines", ())]
     if (gone := state.get("retention", {})).get("groups"):
@@ -92,6 +104,17 @@ def status_lines(state: dict, config: Config) -> list[str]:
         lines.append(step_line(last, total))
         if said := interval_sentence(last):
             lines.append(f"checkpoints  {said}")
+    return lines
+
+
+def _failure_lines(failures: dict) -> list[str]:
+    if not failures:
+        return ["failures  none"]
+    found = sorted(failures.items(), key=lambda item: -item[1])
+    lines = [f"failures  {sum(failures.values())} attempts without a sample"]
+    lines += [f"  {n:6}  {reason}" for reason, n in found[:REASONS_SHOWN]]
+    if rest := found[REASONS_SHOWN:]:
+        lines.append(f"  {sum(n for _, n in rest):6}  with {len(rest)} other reasons")
     return lines
 
 
@@ -173,7 +196,7 @@ class Progress:
 
     def event(self, text: str) -> None:
         """Print a supervisor event above the progress. A reader that has gone away does not end the run."""
-        stamped = f"[{time.monotonic() - self._began:6.1f} s] {text}"
+        stamped = f"[{time.monotonic() - self._began:6.1f} s] {on_terminal(text)}"
         try:
             self._console.print(stamped, markup=False, highlight=False, soft_wrap=True)
         except OSError:

@@ -147,9 +147,10 @@ def time_and_cost(state: Mapping[str, Any], metrics: Metrics, seconds: Mapping[s
     ends = [value for _, value in finite(metrics, "finished_at_s")]
     wall = max(ends) - min(ends) if ends else 0.0
     facts: list[tuple[object, ...]] = [("wall time between the first and the last step", f"{wall:.1f} s")]
-    if applied:
+    gone = state.get("retention", {}).get("groups", 0)
+    if applied and not gone:
         facts.append(("process-seconds per trained sample", f"{total / applied:.4g}"))
-    if tokens:
+    if tokens and not gone:
         facts.append(("process-seconds per 1,000 trained tokens", f"{1000 * total / tokens:.4g}"))
     wasted = sum(r["seconds"] for r in lost or ())
     facts.append(("wasted in failed attempts", f"{wasted:.1f} s ({wasted / total:.1%})" if total else "0 s"))
@@ -157,6 +158,8 @@ def time_and_cost(state: Mapping[str, Any], metrics: Metrics, seconds: Mapping[s
         "<p>A worker's seconds are summed over samples, each with its share of its batch; seconds of processes, not of GPUs: "
         "how many GPUs a process has stands in the configuration.</p>"
     )
+    if gone:
+        note += f"<p>Rows of {gone} groups were let go (retention): workers' seconds are those of the groups that are kept.</p>"
     return "<h2>Time and cost</h2>" + grid(("process", "doing", "seconds", "share"), shown) + grid(("", ""), facts) + note
 
 

@@ -65,12 +65,17 @@ def _who(state: Mapping[str, Any], finished: int) -> tuple[str, str]:
         head = (state.get("head") or {}).get("version", 0)
         behind = [head - (w["version"] if w["version"] is not None else -1) for w in live]
         late = f"; the freshest worker is {min(behind)} versions behind version {head}" if min(behind) > 1 else ""
-        return "running", f"rollouts: {slots['leased']} slots are with {len(live)} workers{late}"
+        n_slots, n_workers = slots["leased"], max(1, sum(1 for worker in live if worker["leases"]))
+        return "running", f"rollouts: {_n(n_slots, 'slot')} with {_n(n_workers, 'worker')}{late}"
     if slots["pending"]:
-        return "running", f"a worker to lease one of {slots['pending']} waiting slots"
+        return "running", f"a worker to lease one of {_n(slots['pending'], 'waiting slot')}"
     if held.get("feeder", -1.0) <= 0:
         return "stuck", "a feeder: no slot waits and nobody holds its role" + _ago(held.get("feeder"))
     return "running", "the feeder: no slot waits"
+
+
+def _n(n: int, name: str) -> str:
+    return f"{n} {name}" if n == 1 else f"{n} {name}s"
 
 
 def _ago(expires_in_s: float | None) -> str:

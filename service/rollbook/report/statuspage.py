@@ -11,41 +11,38 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 import math
 import re
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from rollbook.core.errors import ConfigError, Expired, NotFound, RollbookError
 from rollbook.core.host import host
-from rollbook.core.records import SlotKey
+from rollbook.core.records import CheckpointState, SlotKey
 from rollbook.core.security import LEDGER, OBSERVER, OPERATOR, Grants, check_private, check_reach, is_loopback, load_grants
 from rollbook.core.settings import SecurityConfig
+from rollbook.observe.pages import PageHandler, PageServer
 from rollbook.report.standing import standing
+from rollbook.rpc.server import reachable_host
 
 CACHE_S = 1.0
 """How long one answer of the ledger is shown to everybody."""
 CACHE_SHARE = 0.05
 """Largest share of the time that reading the ledger for the page may take."""
 STEPS_SHOWN = 300
-EVENTS_SHOWN = 60
-OPEN_MAX = 32
-"""Requests answered at once; further ones are closed unanswered."""
-REQUEST_S = 5.0
+EVENTS_READ = 500
+EVENTS_SHOWN = 40
+"""Rows of events, of which each may stand for many that are alike."""
 WAIT_S = 2.0
 """How long one request waits for the reading of another; a slow database is said, not shown as a page that hangs."""
 PLOTTED = ("step", "outcome", "reward_mean", "lag_head_mean", "lag_head_max", "ess_token_raw_fraction", "finished_at_s")
 READERS = (OBSERVER, OPERATOR, LEDGER)
 PAGE = Path(__file__).with_name("status.html")
-
-log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -89,7 +86,7 @@ class Content:
             now_s = host().time()
             first = max(1, state["steps"]["planned"] - STEPS_SHOWN)
             metrics = self._source.step_metrics(state["lineage"], first)
-            events = self._source.recent_events(EVENTS_SHOWN)
+            events = folded(self._source.recent_events(EVENTS_READ))[:EVENTS_SHOWN]
         except RollbookError as error:
             return 503, _json({"error": f"the ledger does not answer: {type(error).__name__}: {error}"})
         shown = {
@@ -128,78 +125,39 @@ class StatusPage:
         grants = load_grants(security.tokens) if security.tokens else None
         context = _tls(security)
         try:
-            self._server = _Server((name.strip("[]"), int(port)), _Handler)
+            if not name:
+                raise ValueError("write host:port")
+            self._server = _Server((name.strip("[]"), int(port)), _Handler, "status-page", context)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"ledger.status_address = {address!r}: {getattr(error, 'strerror', None) or error}; choose another port, or an "
                 "empty address for no page"
             ) from None
-        self._server.content, self._server.grants, self._server.run_id, self._server.context = content, grants, run_id, context
+        self._server.content, self._server.grants, self._server.run_id = content, grants, run_id
         self._server.only_loopback = grants is None
-        self.url = f"{'https' if context else 'http'}://{name}:{self._server.server_port}/"
-        self.port = int(self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.2,), name="status-page", daemon=True)
-        self._thread.start()
+        self.port = self._server.start()
+        self.url = f"{'https' if context else 'http'}://{reachable_host(address)}:{self.port}/"
 
     def close(self) -> None:
         """Stop answering and let the port go."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(2.0)
+        self._server.close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
+class _Server(PageServer):
     content: Content
     grants: Grants | None
     run_id: str
-    context: ssl.SSLContext | None
     only_loopback: bool
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._free = threading.Semaphore(OPEN_MAX)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            if self.context is not None:  # here, so that a client that never shakes hands holds up nobody else
-                request.settimeout(REQUEST_S)
-                request = self.context.wrap_socket(request, server_side=True)
-            super().process_request_thread(request, client_address)
-        except (OSError, ssl.SSLError):
-            self.shutdown_request(request)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a request for the status page was not answered", exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(PageHandler):
     server: _Server
-    timeout = REQUEST_S
-    server_version = "rollbook"
-    sys_version = ""
 
     def do_GET(self) -> None:
-        self._reply(*self._answer())
+        status, body, kind = self._answer()
+        self.reply(status, kind, body)
 
-    def do_HEAD(self) -> None:
-        self._reply(*self._answer())
-
-    def __getattr__(self, name: str) -> Callable[[], None]:
-        """Every other method of HTTP: refused."""
-        if not name.startswith("do_"):
-            raise AttributeError(name)
-        return lambda: self._reply(405, _json({"error": "this page is read-only: GET or HEAD"}), "application/json")
+    do_HEAD = do_GET
 
     def _answer(self) -> tuple[int, bytes, str]:
         asked = urlsplit(self.path)
@@ -223,26 +181,34 @@ class _Handler(BaseHTTPRequestHandler):
         grant = self.server.grants.of(token.strip()) if scheme == "Bearer" else None
         return grant is not None and grant.role in READERS and grant.run_id in ("", self.server.run_id)
 
-    def _reply(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        for name, value in _headers(status).items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a look at the page is no news."""
+    def headers_of(self, status: int) -> dict[str, str]:
+        extra = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        return super().headers_of(status) | extra | {
+            "Content-Security-Policy": page()[1], "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+            "X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin",
+        }  # fmt: skip
 
 
-def _headers(status: int) -> Mapping[str, str]:
-    extra = {401: {"WWW-Authenticate": "Bearer"}, 405: {"Allow": "GET, HEAD"}}.get(status, {})
-    return extra | {
-        "Content-Security-Policy": page()[1], "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin",
-    }  # fmt: skip
+def folded(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Events, newest first, with those that are alike in one: the newest, how many (``n``) and the oldest's time.
+
+    What befalls samples befalls many of them, and checkpoints come and go: it would leave no room for what befalls the run.
+    """
+    rows: list[dict[str, Any]] = []
+    alike: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for event in events:
+        detail = event["detail"]
+        reason = detail.get("reason") if event["what"] == "failure_reported" else None
+        key = (event["what"], detail.get("status"), detail.get("verdict"), reason)
+        is_routine = "sample" in event or detail.get("state") == CheckpointState.DELETING.value
+        row = alike.get(key) if is_routine else None
+        if row is None:
+            row = {**event, "n": 0}
+            rows.append(row)
+            if is_routine:
+                alike[key] = row
+        row |= {"n": row["n"] + 1, "oldest_s": event["at_s"]}
+    return rows
 
 
 @cache

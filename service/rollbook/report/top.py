@@ -6,11 +6,12 @@ Owns presentation only; every number comes from ``run_status`` and ``step_metric
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollbook.core.config import Config
-from rollbook.report.progress import status_lines
+from rollbook.report.progress import on_terminal, status_lines
 from rollbook.report.standing import standing
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -31,7 +32,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def top_lines(
     state: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], config: Config, now_s: float, width: int
 ) -> list[str]:
-    """The whole screen, cut to ``width`` columns."""
+    """The whole screen, no line longer than ``width`` columns."""
     at = standing(state, now_s)
     since = "no step yet" if at.since_step_s is None else f"{at.since_step_s:.0f} s since the last step"
     lines = [f"{at.state.upper()}  waits for {at.waits_for}", since, *status_lines(dict(state), config)]
@@ -40,7 +41,14 @@ def top_lines(
         if values:
             ends = f"{min(values):.3g} to {max(values):.3g}, now {values[-1]:.3g}"
             lines.append(f"{title:<7} {sparkline(values, max(8, width - len(ends) - 11))}  {ends}")
-    return [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
+    return [part for line in lines for part in _wrapped(line, width)]
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """The line in at most three: what is cut off is a long reason, never a count."""
+    return textwrap.wrap(
+        on_terminal(line), max(width, 20), subsequent_indent="        ", max_lines=3, placeholder=" …", break_on_hyphens=False
+    )  # fmt: skip
 
 
 def screen_width(default: int = 100) -> int:

@@ -19,8 +19,8 @@ from rollbook.observe.metrics import rpc_ended
 from rollbook.rpc import status
 from rollbook.rpc.convert import enum_number
 from rollbook.rpc.credentials import SCHEME, TOKEN_KEY
-from rollbook.rpc.guard import SERVICE
 from rollbook.rpc.limits import HEALTH_CHECK, Refusals
+from rollbook.rpc.wrapping import SERVICE
 
 _READERS = (OBSERVER, OPERATOR)
 _TERMS = (LEARNER, FEEDER)

@@ -19,8 +19,8 @@ from rollbook.core.host import host
 from rollbook.observe.metrics import rpc_ended
 from rollbook.rpc import status
 from rollbook.rpc.limits import Clients
+from rollbook.rpc.wrapping import Stream, Unary, Wrapping
 
-SERVICE = "rollbook.v1.LedgerService"
 DEADLINE_S_MAX = 3600.0
 """Longest deadline accepted; gRPC shows a missing one as one centuries ahead."""
 
@@ -69,35 +69,19 @@ class Standing:
                 host().thread(self._on_fenced, "on-fenced").start()
 
 
-class Guard(grpc.ServerInterceptor):
+class Guard(Wrapping):
     """Wraps every method of the ledger service; health and reflection pass untouched."""
 
     def __init__(
         self, run_id: str, standing: Standing, clients: Clients | None = None, check_own: CheckOwn | None = None
     ) -> None:
+        super().__init__()
         self._run_id = run_id
         self._standing = standing
         self._clients = clients
         self._check_own = check_own
-        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        path = handler_call_details.method
-        service, _, method = path.lstrip("/").partition("/")
-        if service != SERVICE:
-            return continuation(handler_call_details)
-        if path not in self._wrapped:
-            handler = continuation(handler_call_details)
-            if handler is None:
-                return None
-            self._wrapped[path] = self._wrap(method, handler)
-        return self._wrapped[path]
-
-    def _wrap(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    def around(self, method: str, handler: grpc.RpcMethodHandler) -> tuple[Unary, Stream]:
         def unary(request: Any, context: grpc.ServicerContext) -> Any:
             with self._guarded(method, request, context):
                 answer = handler.unary_unary(request, context)
@@ -110,10 +94,7 @@ class Guard(grpc.ServerInterceptor):
                     self._standing.check()
                     yield part
 
-        codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(stream, **codec)
-        return grpc.unary_unary_rpc_method_handler(unary, **codec)
+        return unary, stream
 
     @contextmanager
     def _guarded(self, method: str, request: Any, context: grpc.ServicerContext) -> Iterator[None]:

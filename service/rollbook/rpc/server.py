@@ -22,11 +22,12 @@ from rollbook.core.settings import SecurityConfig
 from rollbook.observe import tracing
 from rollbook.rpc.credentials import server_credentials
 from rollbook.rpc.gate import Gate
-from rollbook.rpc.guard import SERVICE, Guard, Standing
+from rollbook.rpc.guard import Guard, Standing
 from rollbook.rpc.intake import Intake
 from rollbook.rpc.limits import OPEN_PER_THREAD, Clients, Overload, Pool, Refusals
 from rollbook.rpc.servicer import LedgerServicer
 from rollbook.rpc.tracing import ServerSpans
+from rollbook.rpc.wrapping import SERVICE
 from rollbook.v1 import ledger_service_pb2_grpc as pb_grpc
 
 CLEAR = SecurityConfig()
@@ -166,7 +167,7 @@ def serve(
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = _bind(server, address, credentials)
     server.start()
-    return RunningServer(server, f"{_reachable_host(address)}:{port}", standing, checks, refusals)
+    return RunningServer(server, f"{reachable_host(address)}:{port}", standing, checks, refusals)
 
 
 def _options(max_message_bytes: int, calls_open_max: int) -> list[tuple[str, int]]:
@@ -198,7 +199,7 @@ def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials
     return bound
 
 
-def _reachable_host(address: str) -> str:
+def reachable_host(address: str) -> str:
     """Host that clients dial; a wildcard is no destination, so the node's address or this machine's name stands for it."""
     host = address.rpartition(":")[0]
-    return (node_address() or socket.gethostname()) if host in ("0.0.0.0", "[::]", "*") else host
+    return (node_address() or socket.gethostname()) if host in ("", "0.0.0.0", "[::]", "*") else host

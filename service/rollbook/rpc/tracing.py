@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 
 from rollbook.observe import tracing
-from rollbook.rpc.guard import SERVICE
 from rollbook.rpc.status import CLASS_KEY
+from rollbook.rpc.wrapping import SERVICE, Stream, Unary, Wrapping
 
 KEY = "traceparent"
 QUIET = ("Heartbeat", "RenewRole")
@@ -68,58 +68,38 @@ def _end(span: tracing.Span, call: Any) -> None:
     span.end()
 
 
-class ServerSpans(grpc.ServerInterceptor):
+class ServerSpans(Wrapping):
     """A span for each call, a part of the caller's trace where that sent one."""
 
-    def __init__(self) -> None:
-        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
+    def method_of(self, path: str) -> str:
+        return method_of(path)
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        path = handler_call_details.method
-        method = method_of(path)
-        if not method:
-            return continuation(handler_call_details)
-        if path not in self._wrapped:
-            handler = continuation(handler_call_details)
-            if handler is None:
-                return None
-            self._wrapped[path] = _wrap(method, handler)
-        return self._wrapped[path]
+    def around(self, method: str, handler: grpc.RpcMethodHandler) -> tuple[Unary, Stream]:
+        attributes, name = _attributes(method), f"{SERVICE}/{method}"
 
+        def span_of(context: grpc.ServicerContext) -> tracing.Span:
+            sent = next((value for key, value in context.invocation_metadata() or () if key == KEY), "")
+            parent = sent if isinstance(sent, str) and tracing.is_traceparent(sent) else ""
+            return tracing.span(name, parent=parent, kind="server", attributes=attributes)
 
-def _wrap(method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    attributes, name = _attributes(method), f"{SERVICE}/{method}"
+        def unary(request: Any, context: grpc.ServicerContext) -> Any:
+            with span_of(context) as span:
+                try:
+                    answer = handler.unary_unary(request, context)
+                finally:
+                    _outcome(span, context)
+                return answer
 
-    def span_of(context: grpc.ServicerContext) -> tracing.Span:
-        sent = next((value for key, value in context.invocation_metadata() or () if key == KEY), "")
-        parent = sent if isinstance(sent, str) and tracing.is_traceparent(sent) else ""
-        return tracing.span(name, parent=parent, kind="server", attributes=attributes)
-
-    def unary(request: Any, context: grpc.ServicerContext) -> Any:
-        with span_of(context) as span:
+        def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            # Every part may be asked for by another thread, so the span is never the current one.
+            span = span_of(context)
             try:
-                answer = handler.unary_unary(request, context)
+                yield from handler.unary_stream(request, context)
             finally:
                 _outcome(span, context)
-            return answer
+                span.end()
 
-    def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        # Every part may be asked for by another thread, so the span is never the current one.
-        span = span_of(context)
-        try:
-            yield from handler.unary_stream(request, context)
-        finally:
-            _outcome(span, context)
-            span.end()
-
-    codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(stream, **codec)
-    return grpc.unary_unary_rpc_method_handler(unary, **codec)
+        return unary, stream
 
 
 def _outcome(span: tracing.Span, context: grpc.ServicerContext) -> None:
