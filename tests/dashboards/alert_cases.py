@@ -29,7 +29,7 @@ def _rollouts(reason: str = "", failures: int = 0, **per_minute: int) -> dict[st
 
 
 def _buckets(name: str, labels: str, **per_minute: int) -> dict[str, str]:
-    les = {key.removeprefix("le").replace("Inf", "+Inf"): n for key, n in per_minute.items()}
+    les = {key.removeprefix("le").replace("Inf", "+Inf").replace("_", "."): n for key, n in per_minute.items()}
     return {f'{name}_bucket{{run="r",{labels}le="{le}"}}': f"0+{n}x90" for le, n in les.items()}
 
 
@@ -78,6 +78,7 @@ RESTARTS = 'rollbook_worker_restarts_total{run="r",pool="actor",reason="%s"}'
 UNSYNCED = 'rollbook_weight_sync_failures_total{run="r",reason="digest"}'
 CONFLICTS = 'rollbook_ledger_transaction_errors_total{run="r",op="write",class="deadlock"}'
 DEAD = 'rollbook_ledger_tasks{run="r",state="dead"}'
+WRITES = "rollbook_ledger_transaction_duration_seconds"
 RECOVERY = "rollbook_recovery_duration_seconds"
 DROPPED = 'rollbook_telemetry_dropped_total{run="r",signal="traces"}'
 
@@ -141,6 +142,9 @@ CASES = (
     Case("LedgerTransactionErrors", "20m", {CONFLICTS: "0+12x90"}, "write of run r fails 0.20 times a second in the database",
          {"op": "write"} | LABELS),
     Case("LedgerTransactionErrors", "20m", {CONFLICTS: "0+5x90"}),
+    Case("LedgerSlow", "15m", _buckets(WRITES, 'op="write",', le0_5=40, le2_5=100, leInf=100),
+         "the database of run r takes 2.3 s for a commit at the 95th percentile", LABELS),
+    Case("LedgerSlow", "15m", _buckets(WRITES, 'op="write",', le0_5=99, le2_5=100, leInf=100)),
     Case("DeadLetterGrowing", "35m", {DEAD: "4+0x9 15+0x40"}, "11 more slots of run r ended without a sample in 30 minutes",
         LABELS),
     Case("DeadLetterGrowing", "35m", {DEAD: "4+0x9 14+0x40"}),
@@ -162,7 +166,8 @@ HEALTHY: dict[str, str] = (
     | _workers(4) | _rollouts("reward_timeout", 0, ok=50, failed=1, stale_dropped=1) | BOUND | _phases(5,
         50) | _groups(2) | _gpu(5, 50)
     | _buckets(LAG, "", le1=90, le2=100, leInf=100) | {AGE % "ready": "3+0x90", RESTARTS % "crash": "0+0x90", UNSYNCED: "0+0x90"}
-    | {CONFLICTS: "0+0x90", DEAD: "0+0x90", DROPPED: "0+0x90"} | _buckets(RECOVERY, 'component="learner",', le60=0, le300=0,
-        leInf=0)
+    | _buckets(WRITES, 'op="write",', le0_025=90, le0_5=100, leInf=100)
+    | {CONFLICTS: "0+0x90", DEAD: "0+0x90", DROPPED: "0+0x90"}
+    | _buckets(RECOVERY, 'component="learner",', le60=0, le300=0, leInf=0)
 )  # fmt: skip
 """A run without a fault: nothing may fire."""

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SILENT_S = 60.0
-"""A worker that has not been heard of for this long does no work; its leases go back when their time is over."""
+"""A worker that has not been heard of for this long does no work, where ``run_status`` does not say after how long its leases go
+back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,17 @@ def _who(state: Mapping[str, Any], finished: int) -> tuple[str, str]:
         return "stuck", "a learner: nobody holds its role" + _ago(held.get("learner"))
     if steps["planned"] > finished:
         return "running", f"the learner: step {steps['planned']} is planned and not finished"
-    live = [worker for worker in state["workers"] if worker["beat_age_s"] <= SILENT_S]
+    silent_s = (state.get("limits") or {}).get("silent_s", SILENT_S)
+    live = [worker for worker in state["workers"] if worker["beat_age_s"] <= silent_s]
     if not live:
         silent = len(state["workers"])
-        said = f"rollout workers: none was heard of in the last {SILENT_S:.0f} s"
+        said = f"rollout workers: none was heard of in the last {silent_s:.0f} s"
         return "stuck", said + (f" ({silent} silent)" if silent else "")
+    if state.get("head") and not slots["leased"] and slots["pending"] and all(worker["version"] is None for worker in live):
+        return "running", f"rollout workers to load version {state['head']['version']}: none of {len(live)} has any"
     if slots["leased"]:
         head = (state.get("head") or {}).get("version", 0)
-        behind = [head - (w["version"] if w["version"] is not None else -1) for w in live]
+        behind = [head - w["version"] for w in live if w["version"] is not None]
         late = f"; the freshest worker is {min(behind)} versions behind version {head}" if min(behind) > 1 else ""
         return "running", f"rollouts: {slots['leased']} slots are with {len(live)} workers{late}"
     if slots["pending"]:
