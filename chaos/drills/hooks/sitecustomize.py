@@ -9,6 +9,10 @@ that it would not have loaded. Nothing of this is reachable in a run that no dri
 ``poison.json``   ``{"prompts": [hex of int32 token ids]}``: generating one of these is a SIGKILL of the worker
 ``proxy.json``    ``{role: "host:port"}``: where the role finds the ledger server
 ``old.json``      ``{"workers": ["0"]}``: these workers speak the protocol of the previous release
+``start.json``    ``{"roles": ["worker"], "error": text}``: these roles die when they are started
+``weights.json``  ``{"roles": ["worker"]}``: the files of published versions are not there for these roles
+``sandbox.json``  ``{"error": text}``: no sandbox can be made
+``learning.json`` ``{"times": x}``: the learning rate is so many times what the configuration says
 """
 
 from __future__ import annotations
@@ -148,6 +152,36 @@ def speak_as_before(module: ModuleType) -> None:
     )
 
 
+def hide_weights(module: ModuleType) -> None:
+    """A shared file system on which published versions do not appear."""
+    plain = module.weight_files
+
+    def weight_files(path: Any) -> Any:
+        if role() in told("weights").get("roles", []):
+            raise module.NotReady(f"no safetensors file in {path}: the version's bytes are not there")
+        return plain(path)
+
+    module.weight_files = weight_files
+
+
+def refuse_sandboxes(module: ModuleType) -> None:
+    """What sandboxes are made with is gone."""
+    plain = module.ZygoteSandbox._start
+
+    def start(self: Any, *args: Any) -> Any:
+        if error := told("sandbox").get("error"):
+            raise OSError(errno.ENOENT, error)
+        return plain(self, *args)
+
+    module.ZygoteSandbox._start = start
+
+
+def learn_faster(module: ModuleType) -> None:
+    """A learning rate that somebody has mistyped."""
+    plain = module.learning_rate
+    module.learning_rate = lambda *args: plain(*args) * told("learning").get("times", 1.0)
+
+
 class _OnImport(importlib.abc.MetaPathFinder):
     """Changes a module as soon as it is loaded."""
 
@@ -175,9 +209,13 @@ if CONTROL is not None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != int(os.environ["DRILL_PID"]):
             os._exit(1)
+    if role() in told("start").get("roles", []):
+        print(told("start")["error"], file=sys.stderr, flush=True)
+        os._exit(1)
     for _target, _change in (
         ("rollbook.core.host", bend_host), ("rollbook.rollout.delivery", record_acknowledgements),
         ("rollbook.rollout.transformers_engine", poison), ("rollbook.rpc.address", reroute),
-        ("rollbook.rpc.convert", speak_as_before),
+        ("rollbook.rpc.convert", speak_as_before), ("rollbook.rollout.weights", hide_weights),
+        ("rollbook.sandbox.zygote", refuse_sandboxes), ("rollbook.learner.schedule", learn_faster),
     ):  # fmt: skip
         sys.meta_path.insert(0, _OnImport(_target, _change))
