@@ -63,10 +63,14 @@ class Watched:
         """One fault, from quiet to quiet; what was seen of it."""
         at, found, fired = time.time(), len(self.findings), dict[str, float]()
         print(f"{datetime.now(UTC):%H:%M:%S} {fault.name}: {fault.how}", flush=True)
+        already = set(self.screens.look(status=False).alerts) - set(fault.alerts)
         pages, summaries, told = set[str](), dict[str, str](), dict[str, Any]()
 
         def note(seen: Seen) -> None:
+            already.intersection_update(seen.alerts)  # what went away in between and comes again is about this fault
             for name, severity in seen.alerts.items():
+                if name in already:
+                    continue
                 fired.setdefault(name, round(seen.at - at, 1))
                 summaries.setdefault(name, seen.summaries[name])
                 pages.update({name} if severity == "page" else ())

@@ -1,7 +1,7 @@
 """The rules with time running N times as fast, so that a drill of minutes shows what takes hours in operation.
 
 Owns which numbers of a rule are times: every `for`, every range and offset, and the limits that are ages in seconds, all divided
-by N. Ratios, counts and quantiles keep their limits, so a limit on a count (`> 2.5` in 15 minutes) is reached N times less easily.
+by N. Ratios, counts and quantiles keep their limits, so one on a count (`> 2.5` in 15 minutes) is reached N times less easily.
 Two limits in seconds stay as they are, because what they measure does not run faster: the time of a commit and of a recovery. A
 range never gets shorter than five scrapes, or `rate` would find nothing. Nothing of this belongs into operation.
 """

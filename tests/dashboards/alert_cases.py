@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 RUNNING = {'rollbook_run_state{run="r",state="running"}': "1+0x90"}
+RECOVERING = {'rollbook_run_state{run="r",state="running"}': "0+0x90",
+              'rollbook_run_state{run="r",state="recovering"}': "1+0x90"}  # fmt: skip
+"""Somebody has lost the learner's role: the more reason to page."""
 PAUSED = {'rollbook_run_state{run="r",state="running"}': "0+0x90"}
 LABELS = {"run": "r"}
 
@@ -98,18 +101,22 @@ CASES = (
          {"check": "submit_conflict"} | LABELS),
     Case("LedgerInvariantViolated", "8m", {VIOLATIONS: "0+0x20"}),
     Case("LearnerStalled", "25m", RUNNING | {STEPS: "50+0x90"}, "run r has finished no step for 15 minutes", LABELS),
+    Case("LearnerStalled", "25m", RECOVERING | {STEPS: "50+0x90"}, "run r has finished no step for 15 minutes", LABELS),
     Case("LearnerStalled", "25m", RUNNING | {STEPS: "50+1x90"}),
     Case("LearnerStalled", "25m", PAUSED | {STEPS: "50+0x90"}),
     Case("NonFiniteLoss", "12m", {NONFINITE: "0+0x9 1+0x9"}, "run r met a loss or gradient that is no number (skipped)",
          {"action": "skipped"} | LABELS),
     Case("NonFiniteLoss", "12m", {NONFINITE: "1+0x20"}),
     Case("CheckpointTooOld", "40m", RUNNING | _checkpoints(300), "the newest checkpoint of run r is 39m 59s old", LABELS),
+    Case("CheckpointTooOld", "40m", RECOVERING | _checkpoints(300), "the newest checkpoint of run r is 39m 59s old", LABELS),
     Case("CheckpointTooOld", "40m", RUNNING | _checkpoints(900)),
     Case("CheckpointTooOld", "40m", PAUSED | _checkpoints(300)),
     Case("CheckpointFailing", "15m", {UNSAVED: "0+0x5 1 2+0x20"}, "checkpoints of run r fail: storage",
          {"reason": "storage"} | LABELS),
     Case("CheckpointFailing", "15m", {UNSAVED: "0+0x5 1+0x20"}),
     Case("WorkersBelowQuorum", "12m", _workers(1), "25% of the actor pool of run r is ready", {"pool": "actor"} | LABELS),
+    Case("WorkersBelowQuorum", "12m", _workers(1) | RECOVERING, "25% of the actor pool of run r is ready",
+         {"pool": "actor"} | LABELS),
     Case("WorkersBelowQuorum", "12m", _workers(2)),
     Case("EssCollapse", "12m", {ESS: "0.2+0x90"}, "effective sample size of run r is 20%", LABELS),
     Case("EssCollapse", "12m", {ESS: "0.3+0x90"}),

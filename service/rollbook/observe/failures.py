@@ -69,7 +69,7 @@ def note_at(file: Path, who: str, what: str, reason: str, text: str) -> None:
             return
         n = entries[name]["n"] if name in entries else 0
         newest = {"n": n + 1, "at_s": host().time(), "text": text[:TEXT_MAX]}
-        entries[name] = {"who": who, "what": what, "reason": reason[:80], **newest}
+        entries[name] = {"who": who, "what": what, "reason": reason[:TEXT_MAX], **newest}
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         temporary.write_text(json.dumps(entries))

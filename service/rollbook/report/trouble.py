@@ -26,7 +26,8 @@ def troubles(state: Mapping[str, Any], now_s: float, failures: Iterable[Failure]
     for failure in failures:
         if (age_s := max(0.0, now_s - failure.at_s)) <= RECENT_S:
             times = f"{failure.n} times, newest" if failure.n > 1 else "once,"
-            found.append(f"{failure.who}: {KINDS[failure.what]} ({failure.reason}), {times} {age_s:.0f} s ago: {failure.text}")
+            said = f"; its last line: {failure.text}" if failure.what == DEATH else f": {failure.text}"
+            found.append(f"{failure.who}: {KINDS[failure.what]} ({failure.reason}), {times} {age_s:.0f} s ago{said}")
     return found
 
 
