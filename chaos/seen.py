@@ -189,7 +189,7 @@ def _end(made: Watched) -> None:
 
 def see(args: argparse.Namespace) -> int:
     """The faults that were asked for; returns the exit code."""
-    wanted = [fault for fault in EIGHT if args.fault in ("each", fault.name)]
+    wanted = [fault for fault in EIGHT if "each" in args.fault or fault.name in args.fault]
     seen: list[dict[str, Any]] = []
     with watched(args, args.factor, any(fault.name == "full disk" for fault in wanted)) as made:
         made.calm(args.calm_s)
@@ -211,10 +211,17 @@ def see(args: argparse.Namespace) -> int:
     return int(bool(made.findings))
 
 
+def _shown(argv: list[str]) -> list[str]:
+    """The command without where its files go."""
+    places = {i for i, part in enumerate(argv) if part in ("--dir", "--json", "--commit")}
+    return [part for i, part in enumerate(argv) if part != "--record" and not {i, i - 1} & places]
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="chaos/seen.py", description="what the screens of a run say of eight faults")
-    parser.add_argument("--fault", choices=["each", *(fault.name for fault in EIGHT)], default="each")
+    names = ["each", *(fault.name for fault in EIGHT)]
+    parser.add_argument("--fault", choices=names, action="append", help="may be given several times; default: each")
     parser.add_argument("--recovery", action="store_true", help="record a run whose roles are killed")
     parser.add_argument("--factor", type=float, default=30.0, help="how much faster than in operation the rules run")
     parser.add_argument("--calm-s", type=float, default=45.0, help="healthy seconds before the first fault")
@@ -226,7 +233,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--commit", default="", help="revision of the code, where this is no git checkout")
     parser.add_argument("--table", action="store_true", help=f"only write {TABLE.name} from what is recorded")
     args = parser.parse_args(argv)
-    args.shown = [part for part in (sys.argv[1:] if argv is None else argv) if part != "--record"]
+    args.fault = args.fault or ["each"]
+    args.shown = _shown(sys.argv[1:] if argv is None else argv)
     if args.table:
         TABLE.write_text(table(json.loads(RESULTS.read_text())))
         return 0

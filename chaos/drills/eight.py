@@ -117,7 +117,7 @@ EIGHT = (
     ),
     Named(
         "stuck learner", "SIGSTOP to the learner",
-        ("a learner: nobody holds its role",), ("LearnerStalled",), ("TargetDown",), _stop_learner,
+        ("a learner: nobody holds its role",), ("LearnerStalled",), ("TargetDown", "WorkersBelowQuorum"), _stop_learner,
     ),
     Named(
         "failing reward", "the environment's score raises",
@@ -138,12 +138,12 @@ EIGHT = (
     Named(
         "full disk", "the checkpoint store is full",
         ("learner: checkpoints fail (storage)", "No space left"), ("CheckpointFailing",),
-        ("LearnerStalled", "TargetDown", "CheckpointTooOld"),
+        ("LearnerStalled", "TargetDown", "CheckpointTooOld", "WorkersBelowQuorum"),
         _fill_disk, lambda run, holder: run.tell("storage", {}),
     ),
     Named(
-        "ESS collapse", "the learning rate is a thousand times too high (hook)",
+        "ESS collapse", "the workers' engines sample twenty times as hot as the trainer believes (hook)",
         ("training: the effective sample size",), ("EssCollapse",), ("LearnerStalled", "NonFiniteLoss"),
-        lambda run, holder: run.tell("learning", {"times": 1000.0}), lambda run, holder: run.tell("learning", {}),
+        lambda run, holder: run.tell("heat", {"times": 20.0}), lambda run, holder: run.tell("heat", {}),
     ),
 )  # fmt: skip

@@ -39,6 +39,7 @@ class Seen:
     """All screens at one moment."""
 
     at: float
+    """When the last of them had been read."""
     status: list[str] = field(default_factory=list)
     """What `rollbook status` says of how things stand: its first line, and every line of trouble."""
     page: list[str] = field(default_factory=list)
@@ -65,7 +66,10 @@ class Screens:
         self._run, self.url = run, url
 
     def look(self, status: bool = True) -> Seen:
-        """Everything now; without ``status`` the command is left out, which takes seconds to start."""
+        """Everything now; without ``status`` the command is left out, which takes seconds to start.
+
+        Paths of the run directory are shortened to RUN, those of the checkout are relative to it.
+        """
         seen = Seen(time.time())
         seen.page = self._page()
         with contextlib.suppress(NotReady, OSError):
@@ -79,7 +83,13 @@ class Screens:
             lines = told.splitlines()
             first = [f"exit code {code}"] if code else []
             seen.status = first + lines[:1] + [line for line in lines[1:] if line.startswith(("TROUBLE", "PAUSED"))]
+        seen.status, seen.page = ([self._shortened(line) for line in lines] for lines in (seen.status, seen.page))
+        seen.at = time.time()
         return seen
+
+    def _shortened(self, line: str) -> str:
+        """Without where the run and the checkout lie, which says nothing to anybody else."""
+        return line.replace(str(self._run.dir), "RUN").replace(f"{REPOSITORY}/", "")
 
     def _page(self) -> list[str]:
         place = self._run.dir / "status.address"

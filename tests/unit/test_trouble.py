@@ -97,7 +97,9 @@ def test_workers_without_weights_are_what_the_run_waits_for() -> None:
     }  # fmt: skip
     assert standing(state, 0.0).waits_for == "rollout workers to load version 4: none of 2 has any"
     state["workers"] = [worker, worker | {"version": 2}]
-    assert "a worker to lease" in standing(state, 0.0).waits_for
+    assert standing(state, 0.0).waits_for.endswith("the newest weights that a worker has are those of version 2 of 4")
+    state["workers"] = [worker, worker | {"version": 4}]
+    assert standing(state, 0.0).waits_for == "a worker to lease one of 8 waiting slots"
     state["workers"] = [worker | {"beat_age_s": 6.1}]
     found = standing(state, 0.0)
     assert found.state == "stuck" and found.waits_for == "rollout workers: none was heard of in the last 6 s (1 silent)"

@@ -12,12 +12,13 @@ that it would not have loaded. Nothing of this is reachable in a run that no dri
 ``start.json``    ``{"roles": ["worker"], "error": text}``: these roles die when they are started
 ``weights.json``  ``{"roles": ["worker"]}``: the files of published versions are not there for these roles
 ``sandbox.json``  ``{"error": text}``: no sandbox can be made
-``learning.json`` ``{"times": x}``: the learning rate is so many times what the configuration says
+``heat.json``     ``{"times": x}``: engines sample at so many times the temperature that the configuration says
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import importlib.abc
 import importlib.machinery
@@ -99,8 +100,8 @@ def record_acknowledgements(module: ModuleType) -> None:
     acknowledgements.record()
 
 
-def poison(module: ModuleType) -> None:
-    """Generating a poisonous prompt kills the process; each death leaves one byte."""
+def bend_engine(module: ModuleType) -> None:
+    """Generating a poisonous prompt kills the process, and each death leaves one byte; engines sample as hot as they are told."""
     generate = module.TransformersEngine.generate
 
     def poisoned(self: Any, requests: Any, sampling: Any) -> Any:
@@ -111,7 +112,8 @@ def poison(module: ModuleType) -> None:
             os.write(fd, b".")
             os.close(fd)
             os.kill(os.getpid(), signal.SIGKILL)
-        return generate(self, requests, sampling)
+        hotter = told("heat").get("times", 1.0)
+        return generate(self, requests, dataclasses.replace(sampling, temperature=sampling.temperature * hotter))
 
     module.TransformersEngine.generate = poisoned
 
@@ -176,12 +178,6 @@ def refuse_sandboxes(module: ModuleType) -> None:
     module.ZygoteSandbox._start = start
 
 
-def learn_faster(module: ModuleType) -> None:
-    """A learning rate that somebody has mistyped."""
-    plain = module.learning_rate
-    module.learning_rate = lambda *args: plain(*args) * told("learning").get("times", 1.0)
-
-
 class _OnImport(importlib.abc.MetaPathFinder):
     """Changes a module as soon as it is loaded."""
 
@@ -214,8 +210,8 @@ if CONTROL is not None:
         os._exit(1)
     for _target, _change in (
         ("rollbook.core.host", bend_host), ("rollbook.rollout.delivery", record_acknowledgements),
-        ("rollbook.rollout.transformers_engine", poison), ("rollbook.rpc.address", reroute),
+        ("rollbook.rollout.transformers_engine", bend_engine), ("rollbook.rpc.address", reroute),
         ("rollbook.rpc.convert", speak_as_before), ("rollbook.rollout.weights", hide_weights),
-        ("rollbook.sandbox.zygote", refuse_sandboxes), ("rollbook.learner.schedule", learn_faster),
+        ("rollbook.sandbox.zygote", refuse_sandboxes),
     ):  # fmt: skip
         sys.meta_path.insert(0, _OnImport(_target, _change))

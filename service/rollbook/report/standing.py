@@ -71,7 +71,10 @@ def _who(state: Mapping[str, Any], finished: int) -> tuple[str, str]:
         late = f"; the freshest worker is {min(behind)} versions behind version {head}" if min(behind) > 1 else ""
         return "running", f"rollouts: {slots['leased']} slots are with {len(live)} workers{late}"
     if slots["pending"]:
-        return "running", f"a worker to lease one of {slots['pending']} waiting slots"
+        head = (state.get("head") or {}).get("version", 0)
+        newest = max((w["version"] for w in live if w["version"] is not None), default=head)
+        late = f"; the newest weights that a worker has are those of version {newest} of {head}" if newest < head else ""
+        return "running", f"a worker to lease one of {slots['pending']} waiting slots{late}"
     if held.get("feeder", -1.0) <= 0:
         return "stuck", "a feeder: no slot waits and nobody holds its role" + _ago(held.get("feeder"))
     return "running", "the feeder: no slot waits"
