@@ -47,6 +47,8 @@ class Watched:
 
     def __init__(self, run: OwnRun, screens: Screens, holder: Holder) -> None:
         self.run, self.screens, self.holder = run, screens, holder
+        self.until_forgotten = True
+        """Quiet means that the lines of trouble are gone as well, which stay for a minute."""
         self.findings: list[str] = []
 
     def calm(self, seconds: float) -> None:
@@ -129,7 +131,8 @@ class Watched:
             self.newest = seen = self.screens.look(status=False)
             note(seen)
             loud = [name for name, severity in seen.alerts.items() if severity == "page" or name in alerts]
-            is_still = not loud and len(seen.page) == 1 and seen.page[0].startswith("running") and self.run.steps() >= steps
+            is_told = self.until_forgotten and len(seen.page) > 1
+            is_still = not loud and not is_told and seen.page[0].startswith("running") and self.run.steps() >= steps
             still = still + 1 if is_still else 0
             return still >= STILL_LOOKS
 

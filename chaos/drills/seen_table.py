@@ -49,7 +49,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _section(row: Mapping[str, Any]) -> Iterable[str]:
     run = row["run"]
-    yield f"## {row['fault'].capitalize()}\n\n{row['how'].capitalize()}. {run['date']}, {run['commit'][:7]}.\n\n"
+    title, how = (row[name][0].upper() + row[name][1:] for name in ("fault", "how"))
+    yield f"## {title}\n\n{how}. {run['date']}, {run['commit'][:7]}.\n\n"
     for screen, title in (("status", "`rollbook status`"), ("page", "Status page")):
         if row[screen]:
             said = "\n".join(_cut(line) for line in row[screen]["lines"])
