@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from drills.mounts import SmallDisk
 from drills.runs import OwnRun
 
+STANDS = ("LearnerStalled", "CheckpointTooOld")
+"""Pages about what every fault brings about that lets no step be made."""
 HELD_S, FREE_S = 3.0, 0.2
 LOCK_WAIT_S = 20.0
 
@@ -107,43 +109,43 @@ def _reward(run: OwnRun, text: str) -> None:
 EIGHT = (
     Named(
         "dead pool", "SIGKILL to both workers, and every new one dies at its start (hook)",
-        ("rollout workers: none was heard of", "libengine.so.2"), ("WorkersBelowQuorum",), ("TargetDown", "LearnerStalled"),
+        ("rollout workers: none was heard of", "libengine.so.2"), ("WorkersBelowQuorum",), ("TargetDown", *STANDS),
         _kill_pool, lambda run, holder: run.tell("start", {}),
     ),
     Named(
         "slow database", "another program holds the SQLite file's write lock for 3 of every 3.2 s",
-        ("database: slow",), ("LedgerSlow",), ("TargetDown", "LearnerStalled", "WorkersBelowQuorum", "LeaderCountWrong"),
+        ("database: slow",), ("LedgerSlow",), ("TargetDown", "WorkersBelowQuorum", "LeaderCountWrong", *STANDS),
         lambda run, holder: holder.hold_lock(str(run.dir / "ledger.sqlite")),
     ),
     Named(
         "stuck learner", "SIGSTOP to the learner",
-        ("a learner: nobody holds its role",), ("LearnerStalled",), ("TargetDown", "WorkersBelowQuorum"), _stop_learner,
+        ("a learner: nobody holds its role",), ("LearnerStalled",), ("TargetDown", "WorkersBelowQuorum", *STANDS), _stop_learner,
     ),
     Named(
         "failing reward", "the environment's score raises",
-        ("rewards:", "no verdict", "grader is out of credit"), ("RewardFailureRatioHigh",), ("LearnerStalled",),
+        ("rewards:", "no verdict", "grader is out of credit"), ("RewardFailureRatioHigh",), STANDS,
         lambda run, holder: _reward(run, "grader is out of credit"), lambda run, holder: _reward(run, ""),
     ),
     Named(
         "sandbox gone", "no sandbox can be made: ENOENT where one is started (hook)",
-        ("rewards:", "no verdict", "sandbox", "bwrap: gone"), ("RewardFailureRatioHigh",), ("LearnerStalled",),
+        ("rewards:", "no verdict", "sandbox", "bwrap: gone"), ("RewardFailureRatioHigh",), STANDS,
         lambda run, holder: run.tell("sandbox", {"error": "bwrap: gone"}), lambda run, holder: run.tell("sandbox", {}),
     ),
     Named(
         "stale weights", "the files of new versions are not there for the workers, as on a shared file system that lags (hook)",
         ("weights cannot be published or loaded (missing)", "no safetensors file"), ("WeightSyncFailing",),
-        ("LearnerStalled", "WorkersBelowQuorum"),
+        ("WorkersBelowQuorum", *STANDS),
         lambda run, holder: run.tell("weights", {"roles": ["worker"]}), lambda run, holder: run.tell("weights", {}),
     ),
     Named(
         "full disk", "the checkpoint store is full",
         ("learner: checkpoints fail (storage)", "No space left"), ("CheckpointFailing",),
-        ("LearnerStalled", "TargetDown", "CheckpointTooOld", "WorkersBelowQuorum"),
+        ("TargetDown", "WorkersBelowQuorum", *STANDS),
         _fill_disk, lambda run, holder: run.tell("storage", {}),
     ),
     Named(
         "ESS collapse", "the workers' engines sample twenty times as hot as the trainer believes (hook)",
-        ("training: the effective sample size",), ("EssCollapse",), ("LearnerStalled", "NonFiniteLoss"),
+        ("training: the effective sample size",), ("EssCollapse",), ("NonFiniteLoss",),
         lambda run, holder: run.tell("heat", {"times": 20.0}), lambda run, holder: run.tell("heat", {}),
     ),
 )  # fmt: skip

@@ -24,7 +24,7 @@ KILLED = ("worker", "ledger", "learner", "worker", "ledger", "learner")
 CALM_S, APART_S, END_S = 40.0, 38.0, 30.0
 EVERY_S = 5
 BYTES_MAX = 1_500_000
-SELECTORS = ('{job="rollbook"}', '{__name__=~"run:.+"}', '{__name__="ALERTS"}')
+SELECTORS = ('{job="rollbook",__name__!~"ALERTS.*"}', '{__name__=~"run:.+"}', '{__name__="ALERTS"}')
 
 
 def record(made: Watched, kills: Iterable[str] = KILLED) -> int:

@@ -157,6 +157,9 @@ CASES = (
     Case("DeadLetterGrowing", "35m", {DEAD: "4+0x9 14+0x40"}),
     Case("RecoverySlow", "60m", _buckets(RECOVERY, 'component="learner",', le60=0, le300=1, leInf=1),
          "recovery of the learner of run r takes 4m 48s", {"component": "learner"} | LABELS),
+    Case("RecoverySlow", "60m", {f'{RECOVERY}_bucket{{run="r",component="learner",instance="b",le="{le}"}}': f"_x50 {n}+0x20"
+                                 for le, n in (("60", 0), ("300", 1), ("+Inf", 1))},
+         "recovery of the learner of run r takes 4m 48s", {"component": "learner"} | LABELS),
     Case("RecoverySlow", "60m", _buckets(RECOVERY, 'component="learner",', le60=1, le120=1, leInf=1)),
     Case("GpuIdleHigh", "80m", _gpu(30, 20), "GPUs of run r idle 60% of the time", LABELS),
     Case("GpuIdleHigh", "80m", _gpu(20, 21)),
