@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,7 +142,7 @@ def record(end: int) -> Recorder:
 def _target(name: str, own: Mapping[str, str]) -> dict[str, str]:
     if "worker" in own:
         return {"role": "worker", "instance": f"127.0.0.1:91{own['worker'][-1]}0"}
-    is_learner = name.startswith(("learner_", "offpolicy_", "checkpoint_")) and "timestamp" not in name
+    is_learner = name.startswith(("learner_", "offpolicy_", "checkpoint_")) and not re.search("timestamp|failures", name)
     return {"role": "learner", "instance": "127.0.0.1:9200"} if is_learner else {"role": "ledger", "instance": "127.0.0.1:9100"}
 
 

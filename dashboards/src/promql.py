@@ -36,6 +36,12 @@ def increase(name: str, *matchers: str, by: str = "", window: str = WINDOW) -> s
     return f"sum{_by(by)} (increase({of(name, *matchers)}[{window}]))"
 
 
+def counted_once(name: str, *matchers: str, by: str = "", window: str = WINDOW) -> str:
+    """How many in a window, where a new process begins with the event: a series that was not there before counts whole."""
+    it = of(name, *matchers)
+    return f"sum{_by(by)} ((max_over_time({it}[{window}]) unless {it} offset {window}) or increase({it}[{window}]))"
+
+
 def share(part: str, whole: str) -> str:
     """Part of a whole that has one value; nothing where nothing happened."""
     return f"{part} / on () group_left () ({whole} > 0)"

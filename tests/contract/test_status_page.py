@@ -266,7 +266,7 @@ def test_what_the_run_waits_for_is_the_cause_that_somebody_can_do_something_abou
 
     assert waits() == ("running", "the feeder: no slot waits")
     s.feed(2)
-    assert waits() == ("running", "a worker to lease one of 4 waiting slots")
+    assert waits() == ("running", "rollout workers to load version 0: none of 1 has any")
     grants = s.lease()
     assert waits() == ("running", "rollouts: 4 slots with 1 worker")
     s.submit(grants)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 RUNNING = {'rollbook_run_state{run="r",state="running"}': "1+0x90"}
+RECOVERING = {'rollbook_run_state{run="r",state="running"}': "0+0x90",
+              'rollbook_run_state{run="r",state="recovering"}': "1+0x90"}  # fmt: skip
+"""Somebody has lost the learner's role: the more reason to page."""
 PAUSED = {'rollbook_run_state{run="r",state="running"}': "0+0x90"}
 LABELS = {"run": "r"}
 
@@ -29,7 +32,7 @@ def _rollouts(reason: str = "", failures: int = 0, **per_minute: int) -> dict[st
 
 
 def _buckets(name: str, labels: str, **per_minute: int) -> dict[str, str]:
-    les = {key.removeprefix("le").replace("Inf", "+Inf"): n for key, n in per_minute.items()}
+    les = {key.removeprefix("le").replace("Inf", "+Inf").replace("_", "."): n for key, n in per_minute.items()}
     return {f'{name}_bucket{{run="r",{labels}le="{le}"}}': f"0+{n}x90" for le, n in les.items()}
 
 
@@ -78,6 +81,7 @@ RESTARTS = 'rollbook_worker_restarts_total{run="r",pool="actor",reason="%s"}'
 UNSYNCED = 'rollbook_weight_sync_failures_total{run="r",reason="digest"}'
 CONFLICTS = 'rollbook_ledger_transaction_errors_total{run="r",op="write",class="deadlock"}'
 DEAD = 'rollbook_ledger_tasks{run="r",state="dead"}'
+WRITES = "rollbook_ledger_transaction_duration_seconds"
 RECOVERY = "rollbook_recovery_duration_seconds"
 DROPPED = 'rollbook_telemetry_dropped_total{run="r",signal="traces"}'
 
@@ -97,18 +101,22 @@ CASES = (
          {"check": "submit_conflict"} | LABELS),
     Case("LedgerInvariantViolated", "8m", {VIOLATIONS: "0+0x20"}),
     Case("LearnerStalled", "25m", RUNNING | {STEPS: "50+0x90"}, "run r has finished no step for 15 minutes", LABELS),
+    Case("LearnerStalled", "25m", RECOVERING | {STEPS: "50+0x90"}, "run r has finished no step for 15 minutes", LABELS),
     Case("LearnerStalled", "25m", RUNNING | {STEPS: "50+1x90"}),
     Case("LearnerStalled", "25m", PAUSED | {STEPS: "50+0x90"}),
     Case("NonFiniteLoss", "12m", {NONFINITE: "0+0x9 1+0x9"}, "run r met a loss or gradient that is no number (skipped)",
          {"action": "skipped"} | LABELS),
     Case("NonFiniteLoss", "12m", {NONFINITE: "1+0x20"}),
     Case("CheckpointTooOld", "40m", RUNNING | _checkpoints(300), "the newest checkpoint of run r is 39m 59s old", LABELS),
+    Case("CheckpointTooOld", "40m", RECOVERING | _checkpoints(300), "the newest checkpoint of run r is 39m 59s old", LABELS),
     Case("CheckpointTooOld", "40m", RUNNING | _checkpoints(900)),
     Case("CheckpointTooOld", "40m", PAUSED | _checkpoints(300)),
     Case("CheckpointFailing", "15m", {UNSAVED: "0+0x5 1 2+0x20"}, "checkpoints of run r fail: storage",
          {"reason": "storage"} | LABELS),
     Case("CheckpointFailing", "15m", {UNSAVED: "0+0x5 1+0x20"}),
     Case("WorkersBelowQuorum", "12m", _workers(1), "25% of the actor pool of run r is ready", {"pool": "actor"} | LABELS),
+    Case("WorkersBelowQuorum", "12m", _workers(1) | RECOVERING, "25% of the actor pool of run r is ready",
+         {"pool": "actor"} | LABELS),
     Case("WorkersBelowQuorum", "12m", _workers(2)),
     Case("EssCollapse", "12m", {ESS: "0.2+0x90"}, "effective sample size of run r is 20%", LABELS),
     Case("EssCollapse", "12m", {ESS: "0.3+0x90"}),
@@ -141,10 +149,16 @@ CASES = (
     Case("LedgerTransactionErrors", "20m", {CONFLICTS: "0+12x90"}, "write of run r fails 0.20 times a second in the database",
          {"op": "write"} | LABELS),
     Case("LedgerTransactionErrors", "20m", {CONFLICTS: "0+5x90"}),
+    Case("LedgerSlow", "15m", _buckets(WRITES, 'op="write",', le0_5=40, le2_5=100, leInf=100),
+         "the database of run r takes 2.3 s for a commit at the 95th percentile", LABELS),
+    Case("LedgerSlow", "15m", _buckets(WRITES, 'op="write",', le0_5=99, le2_5=100, leInf=100)),
     Case("DeadLetterGrowing", "35m", {DEAD: "4+0x9 15+0x40"}, "11 more slots of run r ended without a sample in 30 minutes",
         LABELS),
     Case("DeadLetterGrowing", "35m", {DEAD: "4+0x9 14+0x40"}),
     Case("RecoverySlow", "60m", _buckets(RECOVERY, 'component="learner",', le60=0, le300=1, leInf=1),
+         "recovery of the learner of run r takes 4m 48s", {"component": "learner"} | LABELS),
+    Case("RecoverySlow", "60m", {f'{RECOVERY}_bucket{{run="r",component="learner",instance="b",le="{le}"}}': f"_x50 {n}+0x20"
+                                 for le, n in (("60", 0), ("300", 1), ("+Inf", 1))},
          "recovery of the learner of run r takes 4m 48s", {"component": "learner"} | LABELS),
     Case("RecoverySlow", "60m", _buckets(RECOVERY, 'component="learner",', le60=1, le120=1, leInf=1)),
     Case("GpuIdleHigh", "80m", _gpu(30, 20), "GPUs of run r idle 60% of the time", LABELS),
@@ -162,7 +176,8 @@ HEALTHY: dict[str, str] = (
     | _workers(4) | _rollouts("reward_timeout", 0, ok=50, failed=1, stale_dropped=1) | BOUND | _phases(5,
         50) | _groups(2) | _gpu(5, 50)
     | _buckets(LAG, "", le1=90, le2=100, leInf=100) | {AGE % "ready": "3+0x90", RESTARTS % "crash": "0+0x90", UNSYNCED: "0+0x90"}
-    | {CONFLICTS: "0+0x90", DEAD: "0+0x90", DROPPED: "0+0x90"} | _buckets(RECOVERY, 'component="learner",', le60=0, le300=0,
-        leInf=0)
+    | _buckets(WRITES, 'op="write",', le0_025=90, le0_5=100, leInf=100)
+    | {CONFLICTS: "0+0x90", DEAD: "0+0x90", DROPPED: "0+0x90"}
+    | _buckets(RECOVERY, 'component="learner",', le60=0, le300=0, leInf=0)
 )  # fmt: skip
 """A run without a fault: nothing may fire."""

@@ -76,7 +76,7 @@ def test_the_three_faults_are_visible_on_the_recovery_dashboard(replayed: str) -
 
 def test_prometheus_serves_the_page_that_an_alert_leads_to(replayed: str) -> None:
     rules = [rule for group in ask(replayed, "rules")["groups"] for rule in group["rules"] if rule["type"] == "alerting"]
-    assert len(rules) == 25 and {rule["health"] for rule in rules} <= {"ok", "unknown"}
+    assert len(rules) == 26 and {rule["health"] for rule in rules} <= {"ok", "unknown"}
     for rule in rules:
         assert rule["annotations"]["runbook_url"] == f"{{{{ externalURL }}}}/user/{rule['name']}.md"
         with urllib.request.urlopen(f"{replayed}/user/{rule['name']}.md", timeout=30) as page:

@@ -9,11 +9,16 @@ that it would not have loaded. Nothing of this is reachable in a run that no dri
 ``poison.json``   ``{"prompts": [hex of int32 token ids]}``: generating one of these is a SIGKILL of the worker
 ``proxy.json``    ``{role: "host:port"}``: where the role finds the ledger server
 ``old.json``      ``{"workers": ["0"]}``: these workers speak the protocol of the previous release
+``start.json``    ``{"roles": ["worker"], "error": text}``: these roles die when they are started
+``weights.json``  ``{"roles": ["worker"]}``: the files of published versions are not there for these roles
+``sandbox.json``  ``{"error": text}``: no sandbox can be made
+``heat.json``     ``{"times": x}``: engines sample at so many times the temperature that the configuration says
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import importlib.abc
 import importlib.machinery
@@ -95,8 +100,8 @@ def record_acknowledgements(module: ModuleType) -> None:
     acknowledgements.record()
 
 
-def poison(module: ModuleType) -> None:
-    """Generating a poisonous prompt kills the process; each death leaves one byte."""
+def bend_engine(module: ModuleType) -> None:
+    """Generating a poisonous prompt kills the process, and each death leaves one byte; engines sample as hot as they are told."""
     generate = module.TransformersEngine.generate
 
     def poisoned(self: Any, requests: Any, sampling: Any) -> Any:
@@ -107,7 +112,8 @@ def poison(module: ModuleType) -> None:
             os.write(fd, b".")
             os.close(fd)
             os.kill(os.getpid(), signal.SIGKILL)
-        return generate(self, requests, sampling)
+        hotter = told("heat").get("times", 1.0)
+        return generate(self, requests, dataclasses.replace(sampling, temperature=sampling.temperature * hotter))
 
     module.TransformersEngine.generate = poisoned
 
@@ -148,6 +154,30 @@ def speak_as_before(module: ModuleType) -> None:
     )
 
 
+def hide_weights(module: ModuleType) -> None:
+    """A shared file system on which published versions do not appear."""
+    plain = module.weight_files
+
+    def weight_files(path: Any) -> Any:
+        if role() in told("weights").get("roles", []):
+            raise module.NotReady(f"no safetensors file in {path}: the version's bytes are not there")
+        return plain(path)
+
+    module.weight_files = weight_files
+
+
+def refuse_sandboxes(module: ModuleType) -> None:
+    """What sandboxes are made with is gone."""
+    plain = module.ZygoteSandbox._start
+
+    def start(self: Any, *args: Any) -> Any:
+        if error := told("sandbox").get("error"):
+            raise OSError(errno.ENOENT, error)
+        return plain(self, *args)
+
+    module.ZygoteSandbox._start = start
+
+
 class _OnImport(importlib.abc.MetaPathFinder):
     """Changes a module as soon as it is loaded."""
 
@@ -175,9 +205,13 @@ if CONTROL is not None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != int(os.environ["DRILL_PID"]):
             os._exit(1)
+    if role() in told("start").get("roles", []):
+        print(told("start")["error"], file=sys.stderr, flush=True)
+        os._exit(1)
     for _target, _change in (
         ("rollbook.core.host", bend_host), ("rollbook.rollout.delivery", record_acknowledgements),
-        ("rollbook.rollout.transformers_engine", poison), ("rollbook.rpc.address", reroute),
-        ("rollbook.rpc.convert", speak_as_before),
+        ("rollbook.rollout.transformers_engine", bend_engine), ("rollbook.rpc.address", reroute),
+        ("rollbook.rpc.convert", speak_as_before), ("rollbook.rollout.weights", hide_weights),
+        ("rollbook.sandbox.zygote", refuse_sandboxes),
     ):  # fmt: skip
         sys.meta_path.insert(0, _OnImport(_target, _change))

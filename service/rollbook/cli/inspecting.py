@@ -19,6 +19,7 @@ from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError, NotFound, RollbookError, Unavailable
 from rollbook.core.ports import LedgerPort
 from rollbook.core.records import Role, SlotKey
+from rollbook.observe import failures
 from rollbook.rpc.client import LedgerClient
 from rollbook.supervise import control, placements
 
@@ -69,6 +70,7 @@ def status(args: argparse.Namespace) -> int:
     """Print the run's state once."""
     from rollbook.report.progress import on_terminal, status_lines
     from rollbook.report.standing import standing
+    from rollbook.report.trouble import troubles
 
     config = read_config(args)
     run_dir = Path(config.run.dir)
@@ -82,18 +84,26 @@ def status(args: argparse.Namespace) -> int:
         raise
     if not is_served:  # what holds the role now is this command
         state["roles"] = [role for role in state["roles"] if role["role"] != Role.LEDGER.value]
-    at = standing(state, time.time())
+    now_s = time.time()
+    at, wrong = standing(state, now_s), troubles(state, now_s, failures.read(run_dir))
     if args.json:
-        around = {"standing": at.as_dict(), "supervisor": control.read_state(run_dir), "placements": placements.newest(run_dir)}
+        around = {"standing": at.as_dict(), "troubles": wrong}
+        around |= {"supervisor": control.read_state(run_dir), "placements": placements.newest(run_dir)}
         print(json.dumps(state | {"server": is_served} | around, indent=1))
         return 0
-    print(on_terminal(f"{at.state.upper()}  waits for {at.waits_for}"))
+    print(on_terminal(f"{at.state.upper()}  waits for {at.waits_for}{_since(at.since_step_s)}"))
+    for line in wrong:
+        print(on_terminal(f"TROUBLE  {line}"))
     print("\n".join([*status_lines(state, config), *waiting, *placements.placement_lines(placements.newest(run_dir))]))
     if is_served and (url := page_url(run_dir)):
         print(f"status page  {url}")
     if not is_served:
         print("no ledger server answers: read from the database itself")
     return 0
+
+
+def _since(step_s: float | None) -> str:
+    return "" if step_s is None else f"; {step_s:.0f} s since the last step"
 
 
 def audit(args: argparse.Namespace) -> int:

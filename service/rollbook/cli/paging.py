@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError
+from rollbook.observe import failures
 
 if TYPE_CHECKING:
     from rollbook.ledger.ledger import Ledger
@@ -50,7 +51,8 @@ def _open(config: Config, ledger: Ledger, last_url: str) -> StatusPage:
     """The page; where any port will do, at the last one if that is free, so that a browser finds the server's successor."""
     from rollbook.report.statuspage import Content, StatusPage  # only the server needs it
 
-    address, content = config.ledger.status_address, Content(ledger)
+    address = config.ledger.status_address
+    content = Content(ledger, lambda: failures.read(config.run.dir))
     last_port = last_url.rstrip("/").rpartition(":")[2]
     if address.endswith(":0") and last_port.isdigit():
         with suppress(ConfigError):

@@ -25,7 +25,7 @@ from rollbook.core.config import Config, with_worker
 from rollbook.core.errors import ConfigError
 from rollbook.core.host import incarnation
 from rollbook.core.security import FEEDER, LEARNER, WORKER, forget_tokens
-from rollbook.observe import failpoints, progress, tracing
+from rollbook.observe import failpoints, failures, progress, tracing
 from rollbook.observe import log as logs
 from rollbook.observe.health import Health, HealthPage
 from rollbook.rpc.client import LedgerClient
@@ -92,6 +92,7 @@ def _begin(role: str, args: argparse.Namespace) -> tuple[Config, threading.Event
     logs.bind(run=config.run.id, **({"worker": name} if role == "worker" else {}))
     tracing.configure(role, config.run.id, name)
     reporter = progress.open_reporter(name, progress.progress_file(config.run.dir, name) if supervised else None)
+    failures.keep_in(config.run.dir, name)
     _show_health(reporter, config, role, args)
     if role != "ledger":  # whose page begins when it holds the role
         shown = ExitStack()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rollbook.core.config import Config
 from rollbook.core.errors import ConfigError
 from rollbook.core.host import incarnation
-from rollbook.observe import targets
+from rollbook.observe import failures, targets
 from rollbook.observe.devices import WORKER_CLOCK, GpuCollector, Settling, open_nvml
 from rollbook.observe.engine_metrics import EngineCollector
 from rollbook.observe.exporter import MetricsPage
@@ -120,7 +120,8 @@ def surroundings(config: Config, ledger: Ledger) -> Surroundings:
     name = config.environment.name or config.task.reward
     return Surroundings(
         env=name.rpartition("/")[2][:ENV_CHARS_MAX], learner_devices=config.learner.ranks if on_gpu else 1, desired=desired,
-        restarts=lambda: read_restarts(run_dir), beat_s=silence_s(config), renewed=ledger.renewals,
+        restarts=lambda: read_restarts(run_dir), failures=lambda: failures.read(run_dir), beat_s=silence_s(config),
+        renewed=ledger.renewals,
     )  # fmt: skip
 
 

@@ -216,11 +216,14 @@ class LedgerPort(Protocol):
         ``roles``: [{role, epoch, holder, expires_in_s}]; ``workers``: [{incarnation, host, engine, version, beat_age_s, leases}];
         ``rates``: {samples_per_s, tokens_per_s} over the last minute; ``last_step``: newest entry of ``step_metrics`` or None;
         ``draining``: bool; ``failed_attempts``: [{status, sandbox_status, blame, n}]; ``breaker``: {state: open or closed,
-        since_s, ratio and window of the newest outcomes in this state, and while it is open failed, outcomes, last};
+        since_s, ratio and window of the newest outcomes in this state, last and last_s (why the newest failed one did, and how
+        long ago), and while it is open failed, outcomes}; ``limits``: {lag_versions, silent_s}: the lag's bound, and how long a
+        worker may be silent before its leases go back;
         ``quarantines``: [{ordinal, at_s, reason}] of the newest groups taken out, newest first;
         ``members``: {usable, policy_failed, infra_failed} of the planned groups; ``retention``: {enabled, rounds,
         low_watermark, replayable_from, groups, slots, events} of what was let go; all other counts go on counting it;
-        ``database``: {oldest_xmin_age, dead_tuples} on PostgreSQL; ``writer``: {commits, operations, waiting, conflicts}.
+        ``database``: {oldest_xmin_age, dead_tuples} on PostgreSQL; ``writer``: {commits, operations, waiting, conflicts,
+        commit_s (seconds of the transaction in hand, or of the newest one)}.
         """
         ...
 

@@ -14,6 +14,7 @@ from rollbook.core.errors import RollbookError
 from rollbook.core.host import host
 from rollbook.learner.diagnostics import DiagnosticsAccumulator
 from rollbook.learner.interval import Interval
+from rollbook.observe import failures
 from rollbook.observe import metrics as shown
 
 _GAUGES = {
@@ -69,12 +70,12 @@ def show_checkpoint(n_bytes: int, interval: Interval) -> None:
 
 @contextmanager
 def timed_checkpoint(phase: str) -> Iterator[None]:
-    """Observe one phase of a checkpoint; one that fails is counted by its reason."""
+    """Observe one phase of a checkpoint; one that fails is noted by its reason."""
     began = host().monotonic()
     try:
         yield
     except Exception as error:
         reason = "storage" if isinstance(error, OSError) else "ledger" if isinstance(error, RollbookError) else "other"
-        shown.CHECKPOINT_FAILURES_TOTAL.labels(reason).inc()
+        failures.note(failures.CHECKPOINT, reason, f"{type(error).__name__}: {error}")
         raise
     shown.CHECKPOINT_DURATION_SECONDS.labels(phase).observe(host().monotonic() - began)

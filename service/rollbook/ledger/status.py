@@ -56,6 +56,7 @@ class Status(Story):
                 "run_id": run.run_id,
                 "revision": run.revision,
                 "lineage": lineage,
+                "limits": {"lag_versions": self.rules.max_lag_versions, "silent_s": self.rules.lease_ttl_s},
                 "schedule": run.rules.schedule.value,
                 "steps": steps | {"published": head.version if head else 0},
                 "head": {"version": head.version, "digest": head.digest} if head else None,
@@ -90,7 +91,7 @@ class Status(Story):
             }  # fmt: skip
         state["writer"] = {
             "commits": self._writer.commits, "operations": self._writer.operations, "waiting": self._writer.queue_depth(),
-            "conflicts": self._writer.conflicts,
+            "conflicts": self._writer.conflicts, "commit_s": round(self._writer.commit_s(), 3),
         }  # fmt: skip
         return state
 
@@ -196,9 +197,11 @@ class Status(Story):
         state = self._breaker(conn)
         since = round((now_us - state.since_us) / 1e6, 3) if state.since_us else None
         outcomes = self._outcomes(conn, state.since_us, self._window()[0])
-        ratio = round(sum(bool(outcome.failed) for outcome in outcomes) / len(outcomes), 4) if outcomes else 0.0
+        failed = [outcome for outcome in outcomes if outcome.failed]
+        ratio = round(len(failed) / len(outcomes), 4) if outcomes else 0.0
         shown = {"state": "open" if state.is_open else "closed", "since_s": since, "ratio": ratio, "window": len(outcomes)}
-        return shown | (state.detail if state.is_open else {})
+        last = {"last": failed[0].failed[:500], "last_s": round((now_us - failed[0].at_us) / 1e6, 3)} if failed else {}
+        return shown | (state.detail if state.is_open else {}) | last
 
     def _submits(self, conn: sa.Connection, gone: Mapping[str, int], samples_gone: int, kept: Kept) -> dict[str, int]:
         e = t.event.c

@@ -95,6 +95,8 @@ class Writer:
         self.operations = 0
         self.conflicts = 0
         """Attempts broken off by a deadlock or a serialization failure and made again."""
+        self._began_s: float | None = None
+        self._took_s = 0.0
         self._thread = host().thread(self._loop, "ledger-writer")
         self._thread.start()
 
@@ -109,6 +111,11 @@ class Writer:
     def queue_depth(self) -> int:
         """Operations that wait."""
         return self._queue.qsize()
+
+    def commit_s(self) -> float:
+        """Seconds that the transaction in hand has taken so far, or else that the newest one took."""
+        began = self._began_s
+        return self._took_s if began is None else max(self._took_s, host().monotonic() - began)
 
     def close(self) -> None:
         """Finish what is queued, then stop."""
@@ -150,11 +157,13 @@ class Writer:
                     stopping = True
                     break
                 group.append(more)
+            self._began_s = began = host().monotonic()
             try:
                 self._commit_group(group)
             except Exception as error:  # thread boundary: a writer that ends here would leave every caller waiting
                 log.exception("the writer goes on after an error behind a commit", extra={"event": "writer_error"})
                 self._fail(group, Unavailable(f"committed or not, the answer was lost ({error}); repeat with the same key"))
+            self._took_s, self._began_s = host().monotonic() - began, None
         self._drop_connection()
         while not self._queue.empty():
             if (late := self._queue.get_nowait()) is not None:

@@ -19,7 +19,9 @@ from rollbook.core.errors import RollbookError
 from rollbook.core.host import host
 from rollbook.core.records import Blame, RewardStatus
 from rollbook.core.survival import KL_DIMENSIONS, Dimension, assess
+from rollbook.observe import failures as noted
 from rollbook.observe import metric_table as table
+from rollbook.observe.failures import Failure
 from rollbook.observe.metrics import TELEMETRY_DROPPED_TOTAL
 
 CACHE_S = 5.0
@@ -46,6 +48,8 @@ class Surroundings:
     """Processes wanted, by pool."""
     restarts: Callable[[], Mapping[tuple[str, str], int]] = dict
     """Deaths so far, by (pool, reason)."""
+    failures: Callable[[], Sequence[Failure]] = list
+    """What the roles have noted of checkpoints and weight updates that failed."""
     beat_s: float = 30.0
     """A worker that was silent for longer is lost."""
     renewed: Callable[[], int] = int
@@ -113,6 +117,7 @@ class LedgerCollector:
             *rollout_metrics(reading, around.env),
             *ledger_metrics(reading, around.renewed()),
             *learner_metrics(reading, around),
+            *noted_metrics(around.failures()),
             *survival_metrics(survival, assess(survival)),
             *failure_metrics(survival, reading.get("breaker")),
             *database_metrics(reading),
@@ -220,6 +225,15 @@ def learner_metrics(reading: Mapping[str, Any], around: Surroundings) -> list[Me
         made.append(family("learner_policy_version", [((), reading["head"])]))
     if reading["last_step_at_s"] is not None:
         made.append(family("learner_last_step_timestamp_seconds", [((), reading["last_step_at_s"])]))
+    return made
+
+
+def noted_metrics(failures: Sequence[Failure]) -> list[Metric]:
+    """Failures whose process often ends with them, over the whole run."""
+    made = []
+    for name, what in (("checkpoint_failures_total", noted.CHECKPOINT), ("weight_sync_failures_total", noted.WEIGHTS)):
+        counts = noted.counts(failures, what)
+        made.append(family(name, [((reason,), counts.get(reason, 0)) for reason in table.BY_NAME[name].labels["reason"]]))
     return made
 
 

@@ -253,7 +253,6 @@ _LEARNER = [
     *_rows(Kind.COUNTER, LEARNER, (
         ("offpolicy_masked_tokens_total", "Tokens that the correction took out of the loss.",
          {"reason": ("stale", "ratio_high", "ratio_low")}),
-        ("checkpoint_failures_total", "Checkpoints that were not committed.", {"reason": CHECKPOINT_FAILURES}),
     )),
     *_rows(Kind.HISTOGRAM, LEARNER, (
         ("offpolicy_importance_ratio", "Ratio of the policy at the start of the step over the behaviour policy.",
@@ -268,8 +267,10 @@ _SHARED = [
          "load and verify at the worker.", ("learner", "worker"), {"phase": SYNC_PHASES}, SHORT_S),
     Spec("weight_sync_bytes_total", Kind.COUNTER, "Bytes of published or loaded weights.", ("learner", "worker"),
          {"transport": TRANSPORTS}),
-    Spec("weight_sync_failures_total", Kind.COUNTER, "Weight updates that failed.", ("learner", "worker"),
-         {"reason": SYNC_FAILURES}),
+    Spec("checkpoint_failures_total", Kind.COUNTER, "Checkpoints that were not committed, over the whole run: the learner's "
+         "note, since what fails often ends it.", LEDGER, {"reason": CHECKPOINT_FAILURES}, of_run=True),
+    Spec("weight_sync_failures_total", Kind.COUNTER, "Weight updates that failed, over the whole run: notes of learner and "
+         "workers, since what fails often ends them.", LEDGER, {"reason": SYNC_FAILURES}, of_run=True),
     Spec("gpu_seconds_total", Kind.COUNTER, "Device time by activity; on a machine without GPUs the device is the process. The "
          "ledger shows what its rows tell (generation that was trained or wasted; the learner's steps), worker and learner the "
          "rest.", ("ledger", "worker", "learner"), {"pool": ("actor", "learner"), "activity": ACTIVITIES}),

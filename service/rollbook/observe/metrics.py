@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from rollbook.core.errors import DigestMismatch, NotReady, StaleWeights
 from rollbook.core.host import host, superseded
+from rollbook.observe import failures
 from rollbook.observe.counted import CountedHistogram
 from rollbook.observe.metric_table import BY_NAME, METHODS, SPECS, Kind, Spec
 
@@ -82,10 +83,8 @@ STEP_PHASE_DURATION_SECONDS = _histogram("learner_step_phase_duration_seconds")
 CHECKPOINT_INTERVAL_SECONDS = _gauge("checkpoint_interval_seconds")
 CHECKPOINT_SIZE_BYTES = _gauge("checkpoint_size_bytes")
 CHECKPOINT_DURATION_SECONDS = _histogram("checkpoint_duration_seconds")
-CHECKPOINT_FAILURES_TOTAL = _counter("checkpoint_failures_total")
 WEIGHT_SYNC_DURATION_SECONDS = _histogram("weight_sync_duration_seconds")
 WEIGHT_SYNC_BYTES_TOTAL = _counter("weight_sync_bytes_total")
-WEIGHT_SYNC_FAILURES_TOTAL = _counter("weight_sync_failures_total")
 GPU_SECONDS_TOTAL = _counter("gpu_seconds_total")
 RECOVERY_DURATION_SECONDS = _histogram("recovery_duration_seconds")
 RECOVERY_LOST_GPU_SECONDS_TOTAL = _counter("recovery_lost_gpu_seconds_total")
@@ -151,13 +150,13 @@ def rpc_ended(method: str, seconds: float, code: str = "") -> None:
 
 @contextmanager
 def failed_syncs() -> Iterator[None]:
-    """Count a weight update that ends with an error, by what it is."""
+    """Note a weight update that ends with an error, by what it is (``failures``)."""
     try:
         yield
     except Exception as error:
         reasons = {NotReady: "missing", DigestMismatch: "digest", StaleWeights: "stale", OSError: "storage"}
         reason = next((word for kind, word in reasons.items() if isinstance(error, kind)), "engine")
-        WEIGHT_SYNC_FAILURES_TOTAL.labels(reason).inc()
+        failures.note(failures.WEIGHTS, reason, f"{type(error).__name__}: {error}")
         raise
 
 

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SILENT_S = 60.0
-"""A worker that has not been heard of for this long does no work; its leases go back when their time is over."""
+"""A worker that has not been heard of for this long does no work, where ``run_status`` does not say after how long its leases go
+back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,25 @@ def _who(state: Mapping[str, Any], finished: int) -> tuple[str, str]:
         return "stuck", "a learner: nobody holds its role" + _ago(held.get("learner"))
     if steps["planned"] > finished:
         return "running", f"the learner: step {steps['planned']} is planned and not finished"
-    live = [worker for worker in state["workers"] if worker["beat_age_s"] <= SILENT_S]
+    silent_s = (state.get("limits") or {}).get("silent_s", SILENT_S)
+    live = [worker for worker in state["workers"] if worker["beat_age_s"] <= silent_s]
     if not live:
         silent = len(state["workers"])
-        said = f"rollout workers: none was heard of in the last {SILENT_S:.0f} s"
+        said = f"rollout workers: none was heard of in the last {silent_s:.0f} s"
         return "stuck", said + (f" ({silent} silent)" if silent else "")
+    if state.get("head") and not slots["leased"] and slots["pending"] and all(worker["version"] is None for worker in live):
+        return "running", f"rollout workers to load version {state['head']['version']}: none of {len(live)} has any"
     if slots["leased"]:
         head = (state.get("head") or {}).get("version", 0)
-        behind = [head - (w["version"] if w["version"] is not None else -1) for w in live]
-        late = f"; the freshest worker is {min(behind)} versions behind version {head}" if min(behind) > 1 else ""
+        behind = [head - w["version"] for w in live if w["version"] is not None]
+        late = f"; the freshest worker is {min(behind)} versions behind version {head}" if min(behind, default=0) > 1 else ""
         n_slots, n_workers = slots["leased"], max(1, sum(1 for worker in live if worker["leases"]))
         return "running", f"rollouts: {_n(n_slots, 'slot')} with {_n(n_workers, 'worker')}{late}"
     if slots["pending"]:
-        return "running", f"a worker to lease one of {_n(slots['pending'], 'waiting slot')}"
+        head = (state.get("head") or {}).get("version", 0)
+        newest = max((w["version"] for w in live if w["version"] is not None), default=head)
+        late = f"; the newest weights that a worker has are those of version {newest} of {head}" if newest < head else ""
+        return "running", f"a worker to lease one of {_n(slots['pending'], 'waiting slot')}{late}"
     if held.get("feeder", -1.0) <= 0:
         return "stuck", "a feeder: no slot waits and nobody holds its role" + _ago(held.get("feeder"))
     return "running", "the feeder: no slot waits"

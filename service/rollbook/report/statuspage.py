@@ -15,7 +15,7 @@ import math
 import re
 import ssl
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +26,10 @@ from rollbook.core.host import host
 from rollbook.core.records import CheckpointState, SlotKey
 from rollbook.core.security import LEDGER, OBSERVER, OPERATOR, Grants, check_private, check_reach, is_loopback, load_grants
 from rollbook.core.settings import SecurityConfig
+from rollbook.observe.failures import Failure
 from rollbook.observe.pages import PageHandler, PageServer
 from rollbook.report.standing import standing
+from rollbook.report.trouble import troubles
 from rollbook.rpc.server import reachable_host
 
 CACHE_S = 1.0
@@ -60,8 +62,8 @@ class Source(Protocol):
 class Content:
     """Answers of one run, read at most once a second and a fixed share of the time; searches one at a time."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, failures: Callable[[], Iterable[Failure]] = tuple) -> None:
+        self._source, self._failures = source, failures
         self._lock, self._search = threading.Lock(), threading.Lock()
         self._shown: tuple[int, bytes] = (503, b"{}")
         self._fresh_until_s, self._began_s = float("-inf"), 0.0
@@ -91,6 +93,7 @@ class Content:
             return 503, _json({"error": f"the ledger does not answer: {type(error).__name__}: {error}"})
         shown = {
             "at_s": now_s, "standing": standing(state, now_s).as_dict(), "run": state, "events": events,
+            "troubles": troubles(state, now_s, self._failures()),
             "steps": [{name: m[name] for name in PLOTTED if m.get(name) is not None} for m in metrics],
         }  # fmt: skip
         return 200, _json(shown)

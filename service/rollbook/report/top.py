@@ -13,6 +13,7 @@ from typing import Any
 from rollbook.core.config import Config
 from rollbook.report.progress import on_terminal, status_lines
 from rollbook.report.standing import standing
+from rollbook.report.trouble import troubles
 
 SPARKS = "▁▂▃▄▅▆▇█"
 STEPS_SHOWN = 400
@@ -35,7 +36,8 @@ def top_lines(
     """The whole screen, no line longer than ``width`` columns."""
     at = standing(state, now_s)
     since = "no step yet" if at.since_step_s is None else f"{at.since_step_s:.0f} s since the last step"
-    lines = [f"{at.state.upper()}  waits for {at.waits_for}", since, *status_lines(dict(state), config)]
+    wrong = [f"TROUBLE  {line}" for line in troubles(state, now_s)]
+    lines = [f"{at.state.upper()}  waits for {at.waits_for}", *wrong, since, *status_lines(dict(state), config)]
     for title, name in (("reward", "reward_mean"), ("lag", "lag_head_mean"), ("ESS", "ess_token_raw_fraction")):
         values = [float(m[name]) for m in metrics if isinstance(m.get(name), (int, float))]
         if values:

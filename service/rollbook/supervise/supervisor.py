@@ -23,6 +23,7 @@ from rollbook.core.config import Config, WorkerConfig
 from rollbook.core.errors import ConfigError, RestartBudgetSpent, RollbookError, RunPaused
 from rollbook.core.records import ResumePoint
 from rollbook.core.security import supervised_tokens
+from rollbook.observe import failures
 from rollbook.supervise import control, ledgers, logs, placements
 from rollbook.supervise.backend import FEEDER, KILL_S, LEARNER, LEDGER, NOTHING, WORKER, Backend, Needs, Running
 from rollbook.supervise.children import Child
@@ -227,7 +228,7 @@ class Supervisor:
         hung = self._hangs.verdict(record.incarnation)
         unasked = self._hangs.left_in(record) if code == 0 else ""
         if code == -signal.SIGKILL and record.is_here and oom_kills() > child.oom_kills:
-            unasked = "; meanwhile the kernel has killed for want of memory, so it was probably that"
+            unasked = "; meanwhile the kernel has killed a process for want of memory, perhaps this one"
         child.process = None
         if child.kind == LEDGER:
             ledgers.forget_server(self.dir, child.name)
@@ -272,6 +273,7 @@ class Supervisor:
             raise ConfigError(f"{child.name} refuses to start:\n{_refusal(said)}")
         if code == EXIT_PAUSED:
             raise RunPaused(_refusal(said).removeprefix(f"rollbook {child.name}: paused: "))
+        failures.note_death(self.dir, child.name, how, failures.last_word(said))
         now = time.monotonic()
         wait = child.policy.on_death(now, f"{how}\n{said}", self._watchdog.progress_at)
         if wait is None:

@@ -1,0 +1,59 @@
+"""The recorded run with six kills, replayed into a real Prometheus: every panel has data, the recovery board has every kill."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from check_data import MAY_BE_EMPTY, check
+from prometheus_server import ask, is_installed, load, prometheus
+from run_support import REPOSITORY
+
+DASHBOARDS = REPOSITORY / "dashboards"
+RECORDED = REPOSITORY / "chaos" / "results" / "recovery.om.gz"
+BYTES_MAX = 1_500_000
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, float, float]]:
+    """URL of a Prometheus that holds the run, its first and its last second."""
+    if not is_installed():
+        pytest.skip("Prometheus is not installed")
+    folder = tmp_path_factory.mktemp("recorded")
+    text = gzip.decompress(RECORDED.read_bytes()).decode()
+    (folder / "run.om").write_text(text)
+    load(folder / "run.om", folder / "data")
+    times = [float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")]
+    config = folder / "prometheus.yml"
+    config.write_text("{}\n")
+    with prometheus(config, folder / "data") as url:
+        yield url, min(times), max(times)
+
+
+def test_every_query_of_every_dashboard_has_data_of_the_recorded_run(replayed: tuple[str, float, float]) -> None:
+    found = check(replayed[0], sorted((DASHBOARDS / "grafana").glob("*.json")), *replayed[1:], MAY_BE_EMPTY - {"Recovery time"})
+    assert found.bad == [] and found.unused == [] and found.queries > 100
+
+
+def test_every_kill_is_a_note_on_the_recovery_dashboard(replayed: tuple[str, float, float]) -> None:
+    url, start, end = replayed
+    board = json.loads((DASHBOARDS / "grafana" / "rollbook-recovery-drill.json").read_text())
+    notes = {note["name"]: note["expr"].replace("$run", ".+") for note in board["annotations"]["list"]}
+
+    def shown(name: str) -> set[str]:
+        series = ask(url, "query_range", query=notes[name], start=start, end=end, step=5)["result"]
+        return {value for one in series for key, value in one["metric"].items() if key in ("pool", "component")}
+
+    assert shown("Restart") == {"actor", "ledger", "learner"}
+    assert shown("Recovered") >= {"actor", "learner"}
+    assert ask(url, "query_range", query=notes["New term"], start=start, end=end, step=5)["result"]
+
+
+def test_the_recording_is_small() -> None:
+    assert 50_000 < Path(RECORDED).stat().st_size <= BYTES_MAX
