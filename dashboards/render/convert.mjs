@@ -8,6 +8,7 @@ const UNITS = {
   s: { unit: 'seconds' }, percentunit: { unit: 'percent-decimal' }, ops: { unit: 'ops/sec' }, bytes: { unit: 'bytes' },
   Bps: { unit: 'bytes/sec' }, short: { unit: 'decimal', shortValues: true },
 };
+const FAINT = 5; // a fill that Perses would put below the first series only
 const COLOURS = { green: '#37b24d', red: '#e03131', text: '#9fa7b3', orange: '#f08c00', blue: '#4dabf7', purple: '#9775fa' };
 
 function known(table, key, what) {
@@ -31,7 +32,7 @@ const KINDS = {
       legend: { position: 'bottom', mode: 'list' },
       yAxis: { format, ...(panel.fieldConfig.defaults.min === 0 ? { min: 0 } : {}) },
       visual: {
-        display: custom.drawStyle === 'bars' ? 'bar' : 'line', lineWidth: 1.5, areaOpacity: (custom.fillOpacity ?? 0) / 100,
+        display: custom.drawStyle === 'bars' ? 'bar' : 'line', lineWidth: 1.5, areaOpacity: custom.fillOpacity > FAINT ? custom.fillOpacity / 100 : 0,
         palette: { mode: 'categorical' },
         ...(isStacked ? { stack: 'all' } : {}),
       },

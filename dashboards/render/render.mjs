@@ -8,8 +8,9 @@ import { fileURLToPath } from 'node:url';
 import { chromium } from 'playwright-core';
 import { judge } from './judge.mjs';
 
-const WAIT_MS = 60_000;
+const WAIT_MS = 120_000;
 const SETTLE_MS = 1_500;
+const LOOK_AGAIN_MS = 500;
 const WIDTH = 1600;
 const TYPES = { '.js': 'text/javascript', '.html': 'text/html', '.css': 'text/css' };
 const dist = path.join(path.dirname(fileURLToPath(import.meta.url)), 'dist');
@@ -95,10 +96,10 @@ async function draw(browser, origin, plan, { uid, titles, ...given }, current) {
   let quiet = 0;
   let seen = [];
   while (quiet < SETTLE_MS && Date.now() < until) {
-    await page.waitForTimeout(250);
+    await page.waitForTimeout(LOOK_AGAIN_MS);
     seen = await page.evaluate(look);
     const isWhole = seen.length >= titles.length && seen.every((panel) => panel.words.length > 0);
-    quiet = isWhole && heard.open === 0 ? quiet + 250 : 0;
+    quiet = isWhole && heard.open === 0 ? quiet + LOOK_AGAIN_MS : 0;
   }
   const { wrong, told } = judge(titles, seen, plan.mayBeEmpty);
   wrong.push(...heard.wrong, ...(await page.locator('#fatal').allTextContents()));

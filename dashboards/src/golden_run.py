@@ -191,12 +191,20 @@ def _histogram(made: Recorder, full: str, labels: dict[str, str], own: Mapping[s
         typical *= 1 + 0.05 * math.sin(at / 200)
     reached = 0.0
     for le in (*BUCKETS.get(name, SHORT_S), INF):
-        spread = 1 - math.exp(-((le / max(typical, 1e-9)) ** 2))
-        share = float(le >= typical) if le == INF or name == "recovery_duration_seconds" else spread
+        share = _share(name, le, typical)
         reached = max(reached, share)
         made.add(f"{full}_bucket", labels | {"le": "+Inf" if le == INF else f"{le:g}"}, at, often * reached)
     made.add(f"{full}_sum", labels, at, often * typical)
     made.add(f"{full}_count", labels, at, often)
+
+
+def _share(name: str, le: float, typical: float) -> float:
+    """Of the observations that are no larger than ``le``."""
+    if le == INF or name == "recovery_duration_seconds":
+        return float(le >= typical)
+    if name == "offpolicy_importance_ratio":
+        return 1 / (1 + (typical / le) ** 12)
+    return 1 - math.exp(-((le / max(typical, 1e-9)) ** 2))
 
 
 def _gauge(name: str, own: Mapping[str, str], moment: Moment, began: int) -> float | None:

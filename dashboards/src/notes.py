@@ -17,8 +17,10 @@ from prometheus_server import ask
 MARK = "#f1f3f5"
 
 
-def happened(url: str, notes: Iterable[Mapping[str, str]], values: Mapping[str, str], span: tuple[float, float], step: int) -> list[dict[str, Any]]:
-    """{name, text, colour, at, until} of every note within the span, in order of time. Raises NotReady for a query that is refused."""
+def happened(
+    url: str, notes: Iterable[Mapping[str, str]], values: Mapping[str, str], span: tuple[float, float], step: int
+) -> list[dict[str, Any]]:
+    """{name, text, colour, at, until} of every note within the span, in order of time. Raises NotReady for a refused query."""
     start, end = span
     found = []
     for note in notes:
@@ -30,7 +32,7 @@ def happened(url: str, notes: Iterable[Mapping[str, str]], values: Mapping[str, 
 
 
 def marks(path: Path) -> list[dict[str, Any]]:
-    """Notes of a file with one ``{"at": SECONDS, "text": …}`` a line: what was done to the run, as those who did it recorded it."""
+    """Notes of a file with one ``{"at": SECONDS, "text": …}`` a line: what was done to the run. Raises ValueError."""
     made = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:

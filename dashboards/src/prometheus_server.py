@@ -48,7 +48,7 @@ def prometheus(
 ) -> Iterator[str]:
     """Start it; gives its URL. Port 0 takes a free one.
 
-    A recording has no marks where a process left, so its series would live on for five minutes; ``lookback_s`` is how long they do.
+    A recording has no marks where a process left, so its series would live on for five minutes; ``lookback_s`` is how long.
     """
     port = port or _free_port()
     url = f"http://{LOOPBACK}:{port}"

@@ -1,6 +1,6 @@
 """Draws the dashboards in a headless browser: `make render`. From the synthetic run, a recorded one, or a running Prometheus.
 
-Owns where the data come from, what a page is told, and the size of the pictures, which Perses draws from the Grafana JSON; Grafana
+Owns where the data come from, what a page is told, and the size of the pictures. Perses draws them from the Grafana JSON; Grafana
 does not. A panel that a real run may leave empty is told; everything else that is wrong is a fault. Exit codes: 0 all is drawn,
 1 a panel without data or not drawn, a refused query or an error on the console, 2 it could not be tried.
 """
@@ -38,7 +38,7 @@ GOLDEN_END = 1_790_000_000
 LIVE_S, LIVE_SCRAPE_S = 1800, 5
 BYTES_MAX = 250_000
 WIDTHS = (1600, 1000, 800)
-COLOURS = (256, 128, 64, 48, 32)
+COLOURS = (256, 128, 96, 64, 48)
 RENDER_S = 600
 GAPS_SEEN = 10_000
 
@@ -144,11 +144,24 @@ def draw(source: Source, pages: list[dict[str, Any]], boards: list[Path], args: 
         "start": int(source.start), "end": int(source.end), "mayBeEmpty": sorted(source.may_be_empty), "pages": pages,
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["node", "render.mjs"], cwd=PAGES, input=json.dumps(plan).encode(), timeout=RENDER_S)
-    for page in pages:
-        picture = args.out / f"{page['uid']}.png"
+    code = _node(plan)
+    for picture in (args.out / f"{page['uid']}.png" for page in pages):
         print(f"{picture}: {shrink(picture)} bytes")
-    return 1 if done.returncode or found.bad else 0
+    return 1 if code or found.bad else 0
+
+
+def _node(plan: dict[str, Any]) -> int:
+    """Draw a plan; returns node's exit code. Raises Refused after RENDER_S; the browser ends with node where node is asked to."""
+    with subprocess.Popen(["node", "render.mjs"], cwd=PAGES, stdin=subprocess.PIPE) as node:
+        try:
+            node.communicate(json.dumps(plan).encode(), timeout=RENDER_S)
+        except subprocess.TimeoutExpired:
+            node.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(30)
+            node.kill()
+            raise Refused(f"not drawn within {RENDER_S} s") from None
+    return node.returncode
 
 
 def _caption(source: Source, run: str) -> str:
@@ -213,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", type=_moment, metavar="WHEN", help="all of a recording, and the last half hour of a Prometheus")
     parser.add_argument("--scrape", type=int, metavar="SECONDS", help="between two samples; found in a recording, else 5")
     parser.add_argument("--run", help="the last by name when left out")
-    parser.add_argument("--marks", type=Path, metavar="FILE", help='faults as they were injected: lines of {"at": SECONDS, "text": …}')
+    parser.add_argument("--marks", type=Path, metavar="FILE", help='injected faults: lines of {"at": SECONDS, "text": …}')
     parser.add_argument("--out", type=Path, default=PAGES / "out")
     parser.add_argument("boards", nargs="*", type=Path, help="dashboards; all when left out")
     return parser

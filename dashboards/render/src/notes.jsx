@@ -5,7 +5,7 @@ import * as echarts from 'echarts/core';
 import React from 'react';
 
 const SHOWN_MAX = 48;
-const LOOK_AGAIN_MS = 250;
+const LOOK_AGAIN_MS = 500;
 const clock = (seconds) => new Date(seconds * 1000).toISOString().slice(11, 19);
 const milliseconds = (chart, moment) => moment;
 

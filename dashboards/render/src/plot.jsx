@@ -11,11 +11,12 @@ function thinned(results) {
   const zeros = all.filter(isZero);
   if (all.length <= CROWD || zeros.length < 2) return results;
   const name = zeros.length === all.length ? `all ${zeros.length}: 0` : `${zeros.length} others: 0`;
-  const kept = (series) => {
-    if (!isZero(series)) return [series];
-    return series === zeros[0] ? [{ ...series, formattedName: name }] : [];
-  };
-  return results.map((result) => (result.data ? { ...result, data: { ...result.data, series: result.data.series.flatMap(kept) } } : result));
+  const last = results.length - 1;
+  return results.map((result, number) => {
+    if (!result.data) return result;
+    const series = result.data.series.filter((one) => !isZero(one));
+    return { ...result, data: { ...result.data, series: number === last ? [...series, { ...zeros[0], formattedName: name }] : series } };
+  });
 }
 
 function Thinned({ queryResults, ...others }) {
