@@ -119,7 +119,11 @@ const current = {};
 const server = await serve(current);
 const browser = await chromium.launch({
   executablePath: plan.chromium,
-  args: ['--no-sandbox', '--disable-gpu', '--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync'],
+  // No GPU and none in software: the latter would repaint the long page for every canvas, in most of the time.
+  args: [
+    '--no-sandbox', '--disable-gpu', '--disable-software-rasterizer', '--no-first-run', '--disable-background-networking',
+    '--disable-component-update', '--disable-sync',
+  ],
 });
 let faults = 0;
 try {

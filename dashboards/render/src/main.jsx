@@ -33,6 +33,7 @@ const queries = new QueryClient({ defaultOptions: { queries: { refetchOnWindowFo
 const colours = ['#73bf69', '#f2cc0c', '#5794f2', '#ff9830', '#f2495c', '#b877d9', '#8ab8ff', '#c0d8ff', '#e0b400', '#37872d', '#fa6400', '#1f60c4'];
 // Nobody presses anything in a picture, and titles and legends are as small as Grafana's.
 const looks = {
+  '*': { animation: 'none !important', transition: 'none !important' },
   '[data-testid="dashboard-toolbar"] button, [data-testid="dashboard-toolbar"] > div:nth-of-type(2) > div:last-of-type': { display: 'none' },
   '[data-testid="panel"]': { '--panel-header-height': '18px' },
   '[data-testid="panel"] header .MuiTypography-root': { fontSize: 14, lineHeight: '20px !important' },

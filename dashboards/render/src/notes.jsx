@@ -41,9 +41,10 @@ export function noted(Chart, onAxis = milliseconds) {
       const timer = setInterval(look, LOOK_AGAIN_MS);
       return () => clearInterval(timer);
     }, [notes]);
+    const chart = React.useMemo(() => <Chart {...props} />, [props]); // lines are no reason to draw it again
     return (
       <div ref={holder} style={{ position: 'relative', height: '100%' }}>
-        <Chart {...props} />
+        {chart}
         {lines.map((line, number) => <i key={number} className="note" style={{ position: 'absolute', pointerEvents: 'none', ...line }} />)}
       </div>
     );
