@@ -128,7 +128,7 @@ def draw(source: Source, pages: list[dict[str, Any]], boards: list[Path], args: 
     if not runs or (args.run and args.run not in runs):
         raise Refused(f"no run {args.run or ''} between {_clock(source.start)} and {_clock(source.end)}; there are: {runs}")
     run = args.run or runs[-1]
-    found = check(source.url, boards, *span, source.may_be_empty)
+    found = check(source.url, boards, *span, source.may_be_empty, run)
     for line in found.bad:
         print(f"EMPTY OR REFUSED: {line}")
     injected = marks(args.marks) if args.marks else []

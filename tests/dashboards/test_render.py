@@ -25,7 +25,7 @@ END = 1_790_000_000
 WHOLE = {"title": "Tokens", "isCut": False, "isLegendCut": False, "isDrawn": True, "words": ["0", "10"]}
 
 pytestmark = pytest.mark.timeout(300)
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="NODE NOT INSTALLED: how dashboards are drawn was not tested")
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="NODE NOT INSTALLED: the drawing of dashboards was not tested")
 needs_prometheus = pytest.mark.skipif(not is_installed(), reason="Prometheus is not installed")
 
 
@@ -132,8 +132,9 @@ def test_a_kept_run_tells_its_faults_in_order_and_forgets_a_process_that_left(tm
         away = source.start + golden_run.WORKER_DIES_S + golden_run.WORKER_AWAY_S - golden_run.STEP_S
         left = ask(source.url, "query", query='rollbook_worker_policy_version{worker="worker-1"}', time=away)["result"]
     assert [(note["name"], note["text"]) for note in found] == [
-        ("Restart", "actor: crash"), ("Recovered", "actor"), ("Restart", "ledger: crash"), ("New term", "another ledger server leads"),
-        ("Recovered", "controller"), ("Restart", "learner: oom"), ("Recovered", "learner"),
+        ("Restart", "actor: crash"), ("Recovered", "actor"), ("Restart", "ledger: crash"),
+        ("New term", "another ledger server leads"), ("Recovered", "controller"),
+        ("Restart", "learner: oom"), ("Recovered", "learner"),
     ]  # fmt: skip
     seen = found[0]["at"] - source.start
     assert golden_run.WORKER_DIES_S < seen <= golden_run.WORKER_DIES_S + 2 * golden_run.STEP_S
