@@ -1,4 +1,4 @@
-"""What pages are made of: converted boards, notes, kept runs, and the judgement of what a page showed. No browser is needed here."""
+"""What pages are made of: converted boards, notes, kept runs, and the judgement of what a page showed. Needs no browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END = 1_790_000_000
 WHOLE = {"title": "Tokens", "isCut": False, "isLegendCut": False, "isDrawn": True, "words": ["0", "10"]}
 
 pytestmark = pytest.mark.timeout(300)
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="NODE NOT INSTALLED: the drawing of dashboards was not tested")
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="NODE NOT INSTALLED: drawing was not tested")
 needs_prometheus = pytest.mark.skipif(not is_installed(), reason="Prometheus is not installed")
 
 
