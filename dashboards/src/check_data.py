@@ -44,12 +44,14 @@ class Findings:
     """Exported, and on no panel, in no rule and in no list."""
 
 
-def check(url: str, boards: Iterable[Path], start: float, end: float, may_be_empty: Collection[str] = MAY_BE_EMPTY) -> Findings:
-    """Ask everything over a span of time. Raises NotReady where Prometheus does not answer."""
+def check(
+    url: str, boards: Iterable[Path], start: float, end: float, may_be_empty: Collection[str] = MAY_BE_EMPTY, run: str = ""
+) -> Findings:
+    """Ask everything over a span of time, of one run or the last by name. Raises NotReady where Prometheus does not answer."""
     found, used = Findings(), _rules()
     for path in boards:
         board = json.loads(path.read_text())
-        values = _variables(url, board, start, end, found)
+        values = _variables(url, board, start, end, found, run)
         for panel in board["panels"]:
             for target in panel.get("targets", ()):
                 used.append(target["expr"])
@@ -81,7 +83,7 @@ def fill_in(expression: str, values: Mapping[str, str]) -> str:
     return expression
 
 
-def _variables(url: str, board: dict[str, Any], start: float, end: float, found: Findings) -> dict[str, str]:
+def _variables(url: str, board: dict[str, Any], start: float, end: float, found: Findings, run: str) -> dict[str, str]:
     values = {"__rate_interval": "60s", "__interval": "15s", "__range": f"{int(end - start)}s"}
     for variable in board["templating"]["list"]:
         if variable["type"] != "query":
@@ -93,7 +95,8 @@ def _variables(url: str, board: dict[str, Any], start: float, end: float, found:
         known = ask(url, f"label/{match[2]}/values", **{"match[]": fill_in(match[1], values)}, start=start, end=end)
         if not known:
             found.bad.append(f"{board['uid']}: variable {variable['name']} has no value")
-        values[variable["name"]] = ".+" if variable["multi"] or not known else known[-1]
+        is_run = run and variable["name"] == "run"
+        values[variable["name"]] = ".+" if variable["multi"] or not known else run if is_run else known[-1]
     return values
 
 

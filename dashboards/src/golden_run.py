@@ -30,10 +30,12 @@ Series = tuple[str, Labels]
 BUCKETS: Mapping[str, Sequence[float]] = {
     "rollout_attempts": (1, 2, 3, 4, 6, 8),
     "rollout_duration_seconds": (0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280),
-    "completion_tokens": (16, 64, 256, 512, 1024, 2048, 4096),
+    "completion_tokens": (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     "rollout_policy_lag_versions": (0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
     "rollout_version_span_versions": (0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
     "ledger_transaction_duration_seconds": (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10),
+    "recovery_duration_seconds": (0.1, 0.5, 1, 5, 10, 30, 60, 120, 300),
+    "rpc_seconds": (0.005, 0.05, 0.5, 5),
     "reward": (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1),
     "offpolicy_importance_ratio": (0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 2, 4, 10),
 }
@@ -190,11 +192,20 @@ def _histogram(made: Recorder, full: str, labels: dict[str, str], own: Mapping[s
         typical *= 1 + 0.05 * math.sin(at / 200)
     reached = 0.0
     for le in (*BUCKETS.get(name, SHORT_S), INF):
-        share = 1.0 if le == INF else 1 - math.exp(-((le / max(typical, 1e-9)) ** 2))
+        share = _share(name, le, typical)
         reached = max(reached, share)
         made.add(f"{full}_bucket", labels | {"le": "+Inf" if le == INF else f"{le:g}"}, at, often * reached)
     made.add(f"{full}_sum", labels, at, often * typical)
     made.add(f"{full}_count", labels, at, often)
+
+
+def _share(name: str, le: float, typical: float) -> float:
+    """Of the observations that are no larger than ``le``."""
+    if le == INF or name == "recovery_duration_seconds":
+        return float(le >= typical)
+    if name == "offpolicy_importance_ratio":
+        return 1 / (1 + (typical / le) ** 12)
+    return 1 - math.exp(-((le / max(typical, 1e-9)) ** 2))
 
 
 def _gauge(name: str, own: Mapping[str, str], moment: Moment, began: int) -> float | None:

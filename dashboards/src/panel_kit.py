@@ -53,6 +53,8 @@ class Note:
     expression: str
     text: str
     colour: str
+    enabled: bool = True
+    """Whether it is drawn before somebody ticks it."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _variable(name: str, query: str, is_many: bool) -> dashboard.QueryVariable:
 
 def _annotation(note: Note) -> dashboard.AnnotationQuery:
     return (
-        dashboard.AnnotationQuery().name(note.name).datasource(DATASOURCE).enable(True).hide(False).icon_color(note.colour)
+        dashboard.AnnotationQuery().name(note.name).datasource(DATASOURCE).enable(note.enabled).hide(False).icon_color(note.colour)
         .expr(note.expression).step("10s").title_format(note.name).text_format(note.text)
     )  # fmt: skip
 
@@ -128,7 +130,9 @@ def _panel(panel: Panel, number: int) -> Any:
         .links([dashboard.DashboardLink("Runbook").type(models.DashboardLinkType.LINK).url(_page(panel)).target_blank(True)])
     )  # fmt: skip
     for letter, (expression, legend) in zip("ABCDEFGH", panel.queries, strict=False):
-        query = prometheus.Dataquery().ref_id(letter).expr(expression).legend_format(legend).datasource(DATASOURCE).range()
+        query = prometheus.Dataquery().ref_id(letter).expr(expression).legend_format(legend).datasource(DATASOURCE)
+        # A name is of this moment: over a range, every state that there was would be told beside the newest.
+        query = query.instant() if panel.by_name else query.range()
         if panel.kind == "heatmap":
             query = query.format(PromQueryFormat.HEATMAP)
         if panel.exemplars:

@@ -43,8 +43,13 @@ def load(recorded: Path, data_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def prometheus(config: Path, data_dir: Path, *, runbooks: Path | None = None, port: int = 0) -> Iterator[str]:
-    """Start it; gives its URL. Port 0 takes a free one."""
+def prometheus(
+    config: Path, data_dir: Path, *, runbooks: Path | None = None, port: int = 0, lookback_s: int = 0
+) -> Iterator[str]:
+    """Start it; gives its URL. Port 0 takes a free one.
+
+    A recording has no marks where a process left, so its series would live on for five minutes; ``lookback_s`` is how long.
+    """
     port = port or _free_port()
     url = f"http://{LOOPBACK}:{port}"
     command = [
@@ -52,6 +57,7 @@ def prometheus(config: Path, data_dir: Path, *, runbooks: Path | None = None, po
         f"--web.listen-address={LOOPBACK}:{port}", "--enable-feature=exemplar-storage", "--log.level=warn",
     ]  # fmt: skip
     command += [f"--web.user-assets={runbooks}"] if runbooks else []
+    command += [f"--query.lookback-delta={lookback_s}s"] if lookback_s else []
     with (data_dir.parent / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:

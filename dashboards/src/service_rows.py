@@ -109,7 +109,7 @@ DURABILITY = (
 
 RECOVERY = (
     Panel("State of the run", ((newest("run_state", by="state"), "{{state}}"),), COUNT, "1 for the state it is in.",
-          "recovering without an end.", "RecoverySlow", width=12, stacked=True, bars=True),
+          "recovering without an end.", "RecoverySlow", width=12, stacked=True),
     Panel("Faults seen", ((increase("worker_restarts_total", 'reason!="drain"', by="pool, reason"), "{{pool}}: {{reason}}"),),
           COUNT,
           "Processes that died or were killed, when it was noticed.", "more than was injected.", "WorkerFlapping", width=12,
@@ -142,6 +142,7 @@ NOTES = (
     Note("Recovered", f"{counted_once('recovery_duration_seconds_count', by='component', window='30s')} > 0", "{{component}}",
         "green"),
     Note("Checkpoint", f"changes({newest('checkpoint_last_success_timestamp_seconds', by='run')}[30s:5s]) > 0", "committed",
-        "blue"),
-    Note("Version", f"changes({newest('learner_policy_version', by='run')}[30s:5s]) > 0", "published", "purple"),
+        "blue", enabled=False),
+    Note("Version", f"changes({newest('learner_policy_version', by='run')}[30s:5s]) > 0", "published", "purple",
+        enabled=False),
 )  # fmt: skip

@@ -1,11 +1,10 @@
-// Draws one dashboard: /dashboard.json on the page's own server, with the data of the Prometheus in ?prometheus=URL.
+// Draws one dashboard: /page.json on the page's own server names its Prometheus and time, and holds the dashboard and its notes.
 import { ChartsProvider, SnackbarProvider, generateChartsTheme, getTheme } from '@perses-dev/components';
 import { ViewDashboard } from '@perses-dev/dashboards';
-import { PluginRegistry, TimeRangeProvider, dynamicImportPluginLoader } from '@perses-dev/plugin-system';
+import { PluginRegistry, dynamicImportPluginLoader } from '@perses-dev/plugin-system';
 import * as prometheus from '@perses-dev/prometheus-plugin';
 import * as stat from '@perses-dev/stat-chart-plugin';
-import * as timeseries from '@perses-dev/timeseries-chart-plugin';
-import { CssBaseline, ThemeProvider } from '@mui/material';
+import { CssBaseline, GlobalStyles, ThemeProvider } from '@mui/material';
 import { QueryClient, QueryClientProvider } from '@tanstack/react-query';
 import React from 'react';
 import { createRoot } from 'react-dom/client';
@@ -13,23 +12,35 @@ import { BrowserRouter } from 'react-router-dom';
 import { QueryParamProvider } from 'use-query-params';
 import { ReactRouter6Adapter } from 'use-query-params/adapters/react-router-6';
 import * as heatmap from './heatmap.jsx';
+import { Notes, Strip } from './notes.jsx';
+import * as instant from './instant.jsx';
+import * as plot from './plot.jsx';
 
-const asked = new URLSearchParams(location.search);
-const url = asked.get('prometheus');
-const range = { start: new Date(Number(asked.get('from'))), end: new Date(Number(asked.get('to'))) };
+const given = await (await fetch('/page.json')).json();
 const theme = getTheme('dark');
 const loader = dynamicImportPluginLoader(
-  [prometheus, timeseries, stat, heatmap].map((module) => ({ resource: module.getPluginModule(), importPlugin: async () => module })),
+  [prometheus, stat, instant, plot, heatmap].map((module) => ({ resource: module.getPluginModule(), importPlugin: async () => module })),
 );
 const source = {
   kind: 'GlobalDatasource', metadata: { name: 'prometheus' },
-  spec: { default: true, plugin: { kind: 'PrometheusDatasource', spec: { directUrl: url, scrapeInterval: '10s' } } },
+  spec: { default: true, plugin: { kind: 'PrometheusDatasource', spec: { directUrl: given.prometheus, scrapeInterval: given.scrape } } },
 };
 const sources = {
   getDatasource: async () => undefined, getGlobalDatasource: async () => source, listDatasources: async () => [],
-  listGlobalDatasources: async () => [source], buildProxyUrl: () => url,
+  listGlobalDatasources: async () => [source], buildProxyUrl: () => given.prometheus,
 };
 const queries = new QueryClient({ defaultOptions: { queries: { refetchOnWindowFocus: false, retry: 0 } } });
+const colours = ['#73bf69', '#f2cc0c', '#5794f2', '#ff9830', '#f2495c', '#b877d9', '#8ab8ff', '#c0d8ff', '#e0b400', '#37872d', '#fa6400', '#1f60c4'];
+// Nobody presses anything in a picture, and titles and legends are as small as Grafana's.
+const looks = {
+  '*': { animation: 'none !important', transition: 'none !important' },
+  '[data-testid="dashboard-toolbar"] button, [data-testid="dashboard-toolbar"] > div:nth-of-type(2) > div:last-of-type': { display: 'none' },
+  '[data-testid="panel"]': { '--panel-header-height': '18px' },
+  '[data-testid="panel"] header .MuiTypography-root': { fontSize: 14, lineHeight: '20px !important' },
+  '[data-testid="panel"] ul': { overflow: 'hidden !important', position: 'relative', top: 4 },
+  '[data-testid="panel"] ul .MuiTypography-root': { fontSize: 11, lineHeight: '13px' },
+  '[data-testid="panel"] ul .MuiListItemText-root': { margin: 0 },
+};
 
 class Boundary extends React.Component {
   state = {};
@@ -43,26 +54,29 @@ class Boundary extends React.Component {
   }
 }
 
-function Page({ dashboard }) {
+function Page() {
   return (
     <PluginRegistry pluginLoader={loader} defaultPluginKinds={{ Panel: 'TimeSeriesChart', TimeSeriesQuery: 'PrometheusTimeSeriesQuery' }}>
-      <TimeRangeProvider timeRange={range} refreshInterval="0s">
-        <ViewDashboard dashboardResource={dashboard} datasourceApi={sources} isReadonly isVariableEnabled isDatasourceEnabled={false} />
-      </TimeRangeProvider>
+      <Notes.Provider value={given.notes}>
+        <ViewDashboard
+          dashboardResource={given.dashboard} datasourceApi={sources} isReadonly isVariableEnabled isDatasourceEnabled={false}
+          dashboardTitleComponent={<Strip title={given.dashboard.spec.display.name} caption={given.caption} notes={given.notes} />}
+        />
+      </Notes.Provider>
     </PluginRegistry>
   );
 }
 
-const dashboard = await (await fetch('/dashboard.json')).json();
 createRoot(document.getElementById('root')).render(
   <Boundary>
     <ThemeProvider theme={theme}>
       <CssBaseline />
-      <ChartsProvider chartsTheme={generateChartsTheme(theme, {})} enablePinning={false}>
+      <GlobalStyles styles={looks} />
+      <ChartsProvider chartsTheme={generateChartsTheme(theme, { echartsTheme: { color: colours } })} enablePinning={false}>
         <SnackbarProvider>
           <QueryClientProvider client={queries}>
             <BrowserRouter>
-              <QueryParamProvider adapter={ReactRouter6Adapter}><Page dashboard={dashboard} /></QueryParamProvider>
+              <QueryParamProvider adapter={ReactRouter6Adapter}><Page /></QueryParamProvider>
             </BrowserRouter>
           </QueryClientProvider>
         </SnackbarProvider>

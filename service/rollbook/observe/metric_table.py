@@ -101,6 +101,7 @@ FIXED_DIMENSIONS = tuple(name for name in DIMENSIONS if name != "task")
 
 DURATIONS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
 SHORT_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+RECOVERY_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TRANSACTION_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0)
 LENGTHS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -282,7 +283,7 @@ _SHARED = [
          {"pool": POOLS, "device": OPEN}),
     Spec("recovery_duration_seconds", Kind.HISTOGRAM, "From the start of a process that replaces another one until it works "
          "again: ledger until it answers, actor until a version is loaded, learner until replay is over.",
-         ("ledger", "worker", "learner"), {"component": COMPONENTS}, SHORT_S),
+         ("ledger", "worker", "learner"), {"component": COMPONENTS}, RECOVERY_S),
     Spec("recovery_lost_gpu_seconds_total", Kind.COUNTER, "Device time spent again on what a dead process had done: replayed "
          "steps.", ("learner",), {"component": COMPONENTS}),
     Spec("telemetry_dropped_total", Kind.COUNTER, "Spans, readings or log lines given up rather than waited for.", EVERY,
