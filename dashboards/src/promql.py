@@ -36,6 +36,12 @@ def increase(name: str, *matchers: str, by: str = "", window: str = WINDOW) -> s
     return f"sum{_by(by)} (increase({of(name, *matchers)}[{window}]))"
 
 
+def happened(name: str, *matchers: str, by: str = "", window: str = WINDOW) -> str:
+    """How many in a window, those included that a process which is new in it had counted before its first scrape."""
+    chosen = of(name, *matchers)
+    return f"sum{_by(by)} (({chosen} unless {chosen} offset {window}) or increase({chosen}[{window}]))"
+
+
 def share(part: str, whole: str) -> str:
     """Part of a whole that has one value; nothing where nothing happened."""
     return f"{part} / on () group_left () ({whole} > 0)"

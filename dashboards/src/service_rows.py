@@ -6,7 +6,7 @@ Owns which questions are asked and how their answers are drawn. Never lays anyth
 from __future__ import annotations
 
 from panel_kit import BYTES, BYTES_RATE, COUNT, RATE, RATIO, SECONDS, Note, Panel
-from promql import age, increase, mean, newest, of, over, quantile, rate, share, total
+from promql import age, happened, increase, mean, newest, of, over, quantile, rate, share, total
 
 ALL_GPU = rate("gpu_seconds_total")
 SYNC_BYTES = rate("weight_sync_bytes_total", by="transport")
@@ -91,8 +91,9 @@ DURABILITY = (
     Panel("Checkpoints that failed", ((increase("checkpoint_failures_total", by="reason"), "{{reason}}"),), COUNT, "By reason.",
           "more than one in half an hour.", "CheckpointFailing", above=2),
     Panel("Recovery time", ((f"histogram_quantile(0.95, {total('recovery_duration_seconds_bucket', by='component, le')})",
-          "p95 {{component}}"),), SECONDS, "From a fault to work again, since the start.", "above two minutes.", "RecoverySlow",
-          above=120),
+          "p95 {{component}}"),), SECONDS,
+          "From the start of a replacement until it works again; the processes that live now.", "above two minutes.",
+          "RecoverySlow", above=120),
     Panel("Lost to faults", ((total("recovery_lost_gpu_seconds_total", by="component"), "{{component}}"),), SECONDS,
           "GPU-seconds since the start.", "it grows without drills.", "RecoverySlow"),
     Panel("Cost of a sample", ((share(ALL_GPU, rate("rollouts_consumed_total")), "GPU-s per applied sample"),
@@ -119,7 +120,7 @@ RECOVERY = (
           COUNT,
           "Leases taken back and writes refused.", "expired without requeued.", "WorkerFlapping", width=8, bars=True,
           stacked=True),
-    Panel("Recoveries ended", ((increase("recovery_duration_seconds_count", by="component"), "{{component}}"),), COUNT,
+    Panel("Recoveries ended", ((happened("recovery_duration_seconds_count", by="component"), "{{component}}"),), COUNT,
           "Works again, when it did.", "fewer than faults.", "RecoverySlow", width=8, bars=True, stacked=True),
     Panel("Workers", ((total("workers", by="state"), "{{state}}"), (total("workers_desired"), "desired")), COUNT, "By state.",
           "ready stays below desired.", "WorkersBelowQuorum", width=8),
@@ -139,7 +140,7 @@ NOTES = (
          "{{pool}}: {{reason}}", "red"),
     Note("New term", f"changes({newest('controller_fencing_epoch', by='run')}[30s:5s]) > 0", "another ledger server leads",
         "orange"),
-    Note("Recovered", f"{increase('recovery_duration_seconds_count', by='component', window='30s')} > 0", "{{component}}",
+    Note("Recovered", f"{happened('recovery_duration_seconds_count', by='component', window='30s')} > 0", "{{component}}",
         "green"),
     Note("Checkpoint", f"changes({newest('checkpoint_last_success_timestamp_seconds', by='run')}[30s:5s]) > 0", "committed",
         "blue"),
