@@ -34,6 +34,10 @@ def _buckets(name: str, labels: str, **per_minute: int) -> dict[str, str]:
     return {f'{name}_bucket{{run="r",{labels}le="{le}"}}': f"0+{n}x90" for le, n in les.items()}
 
 
+def _bound(versions: int) -> dict[str, str]:
+    return {'rollbook_policy_lag_bound_versions{run="r"}': f"{versions}+0x90"}
+
+
 def _phases(waiting: int, working: int) -> dict[str, str]:
     name = "rollbook_learner_step_phase_duration_seconds_sum"
     return {f'{name}{{run="r",phase="data_wait"}}': f"0+{waiting}x90",
@@ -79,7 +83,7 @@ UNSAVED = 'rollbook_checkpoint_failures_total{run="r",reason="storage"}'
 KL = 'rollbook_offpolicy_kl_nats{run="r",estimator="k3"}'
 ESS = 'rollbook_offpolicy_ess_ratio{run="r"}'
 LAG = "rollbook_rollout_policy_lag_versions"
-BOUND = {'rollbook_policy_lag_bound_versions{run="r"}': "8+0x90"}
+BOUND = _bound(8)
 AGE = 'rollbook_ledger_oldest_task_age_seconds{run="r",state="%s"}'
 RESTARTS = 'rollbook_worker_restarts_total{run="r",pool="actor",reason="%s"}'
 SERVERS = 'rollbook_worker_restarts_total{run="r",pool="ledger",reason="crash",instance="%s"}'
@@ -132,6 +136,10 @@ CASES = (
     Case("PolicyLagHigh", "40m", BOUND | _buckets(LAG, "", le8=80, le16=100, leInf=100),
          "lag of run r is 14.0 versions at the 95th percentile", LABELS),
     Case("PolicyLagHigh", "40m", BOUND | _buckets(LAG, "", le4=10, le8=100, leInf=100)),
+    *(Case("PolicyLagHigh", "40m", _bound(bound) | _buckets(LAG, "", **{f"le{below}": 0, f"le{edge}": 100}, leInf=100))
+      for bound, below, edge in ((1, 0, 1), (5, 4, 6), (7, 6, 8), (9, 8, 12), (13, 12, 16), (17, 16, 32))),
+    Case("PolicyLagHigh", "40m", _bound(5) | _buckets(LAG, "", le6=0, le8=100, leInf=100),
+         "lag of run r is 7.9 versions at the 95th percentile", LABELS),
     Case("LedgerBacklog", "12m", {AGE % "ready": "601+0x90"}, "the oldest finished rollout of run r has waited 10m 1s", LABELS),
     Case("LedgerBacklog", "12m", {AGE % "ready": "600+0x90", AGE % "leased": "900+0x90"}),
     Case("LearnerStarved", "25m", _phases(30, 20), "the learner of run r waits for rollouts 60% of the time", LABELS),
