@@ -27,6 +27,7 @@ SYNC_FAILURES = ("missing", "digest", "stale", "storage", "engine")
 ACTIVITIES = ("generate", "train", "weight_sync", "checkpoint", "idle", "wasted")
 CHECKPOINT_PHASES = ("snapshot", "write", "commit", "verify")
 CHECKPOINT_FAILURES = ("storage", "ledger", "other")
+DROPS = ("dropped_stale", "failed", "cancelled", "quarantined", "orphan_version", "skipped", "no_reward")
 COMPONENTS = ("actor", "reward", "learner", "controller", "ledger")
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
@@ -104,6 +105,7 @@ OURS: dict[str, Metric] = {
     "rollbook_weight_sync_duration_seconds": _of(HISTOGRAM, phase=SYNC_PHASES),
     "rollbook_weight_sync_bytes_total": _of(COUNTER, transport=("files",)),
     "rollbook_weight_sync_failures_total": _of(COUNTER, reason=SYNC_FAILURES),
+    "rollbook_slots_dropped_total": _of(COUNTER, reason=DROPS),
     "rollbook_gpu_seconds_total": _of(COUNTER, pool=("actor", "learner"), activity=ACTIVITIES),
     "rollbook_gpu_wasted_seconds_total": _of(COUNTER, reason=("stale", "failed", "filtered", "skipped")),
     "rollbook_gpu_utilization_ratio": _of(GAUGE, pool=POOLS, device=None),
@@ -138,7 +140,7 @@ UNUSED = {
     "rollbook_config_info": "compared between runs by hand: `count by (config_sha) (rollbook_config_info)`",
     "rollbook_learner_learning_rate": "follows the configuration; in the report",
     "rollbook_drop_bias_alarm": _REPORT, "rollbook_drop_kl_nats": _REPORT, "rollbook_ipw_effective_samples": _REPORT,
-    "rollbook_ipw_unrepaired_slots": _REPORT, "rollbook_slots_dropped_total": _REPORT, "rollbook_slots_opened_by_end": _REPORT,
+    "rollbook_ipw_unrepaired_slots": _REPORT, "rollbook_slots_opened_by_end": _REPORT,
     "rollbook_slots_opened_total": _REPORT, "rollbook_survival_ratio": _REPORT, "rollbook_survival_slots": _REPORT,
     "rollbook_trained_reward_mean": _REPORT, "rollbook_failures_total": _BESIDE, "rollbook_breaker_opened_total": _BESIDE,
     "rollbook_ledger_conflicts_total": _BESIDE, "rollbook_ledger_readable": _BESIDE, "rollbook_worker_tokens_total": _BESIDE,

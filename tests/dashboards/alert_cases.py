@@ -11,6 +11,7 @@ RUNNING = {'rollbook_run_state{run="r",state="running"}': "1+0x90"}
 RECOVERING = {'rollbook_run_state{run="r",state="running"}': "0+0x90",
               'rollbook_run_state{run="r",state="recovering"}': "1+0x90"}  # fmt: skip
 """Somebody has lost the learner's role: the more reason to page."""
+ENDED = {'rollbook_run_state{run="r",state="completed"}': "0+0x4 1 stale"}
 PAUSED = {'rollbook_run_state{run="r",state="running"}': "0+0x90"}
 LABELS = {"run": "r"}
 
@@ -36,10 +37,20 @@ def _buckets(name: str, labels: str, **per_minute: int) -> dict[str, str]:
     return {f'{name}_bucket{{run="r",{labels}le="{le}"}}': f"0+{n}x90" for le, n in les.items()}
 
 
+def _bound(versions: int) -> dict[str, str]:
+    return {'rollbook_policy_lag_bound_versions{run="r"}': f"{versions}+0x90"}
+
+
 def _phases(waiting: int, working: int) -> dict[str, str]:
     name = "rollbook_learner_step_phase_duration_seconds_sum"
     return {f'{name}{{run="r",phase="data_wait"}}': f"0+{waiting}x90",
             f'{name}{{run="r",phase="forward_backward"}}': f"0+{working}x90"}  # fmt: skip
+
+
+def _recovered(at_min: str) -> dict[str, str]:
+    """A ledger server that had recovered when it was scraped for the first time: its counts begin at 1."""
+    return {f'{RECOVERY}_bucket{{run="r",component="ledger",le="{le}"}}': f"_x{at_min} {n}+0x90"
+            for le, n in (("60", 0), ("300", 1), ("+Inf", 1))}  # fmt: skip
 
 
 def _gpu(idle: int, busy: int) -> dict[str, str]:
@@ -75,12 +86,14 @@ UNSAVED = 'rollbook_checkpoint_failures_total{run="r",reason="storage"}'
 KL = 'rollbook_offpolicy_kl_nats{run="r",estimator="k3"}'
 ESS = 'rollbook_offpolicy_ess_ratio{run="r"}'
 LAG = "rollbook_rollout_policy_lag_versions"
-BOUND = {'rollbook_policy_lag_bound_versions{run="r"}': "8+0x90"}
+BOUND = _bound(8)
 AGE = 'rollbook_ledger_oldest_task_age_seconds{run="r",state="%s"}'
 RESTARTS = 'rollbook_worker_restarts_total{run="r",pool="actor",reason="%s"}'
+SERVERS = 'rollbook_worker_restarts_total{run="r",pool="ledger",reason="crash",instance="%s"}'
+"""Each server counts what all of them did, at an address of its own."""
 UNSYNCED = 'rollbook_weight_sync_failures_total{run="r",reason="digest"}'
 CONFLICTS = 'rollbook_ledger_transaction_errors_total{run="r",op="write",class="deadlock"}'
-DEAD = 'rollbook_ledger_tasks{run="r",state="dead"}'
+DEAD = 'rollbook_slots_dropped_total{run="r",reason="%s"}'
 WRITES = "rollbook_ledger_transaction_duration_seconds"
 RECOVERY = "rollbook_recovery_duration_seconds"
 DROPPED = 'rollbook_telemetry_dropped_total{run="r",signal="traces"}'
@@ -89,12 +102,14 @@ CASES = (
     Case("TargetDown", "10m", {UP: "1+0x5 0+0x9"}, "learner of run r at 127.0.0.1:9000 does not answer",
          {"job": "rollbook", "role": "learner", "instance": "127.0.0.1:9000"} | LABELS),
     Case("TargetDown", "9m", {UP: "1+0x7 0 0"}),
+    Case("TargetDown", "20m", ENDED | {UP: "1+0x5 0+0x20"}),
     Case("MetricsAbsent", "6m", {UP: "1+0x9"}, "no learner exports its policy version"),
     Case("MetricsAbsent", "6m", {'rollbook_learner_policy_version{run="r"}': "3+0x9"}),
     Case("LeaderCountWrong", "5m", {LEADER % "a": "1+0x9", LEADER % "b": "1+0x9"}, "run r has 2 leading ledger servers", LABELS),
     Case("LeaderCountWrong", "5m", {LEADER % "a": "0+0x9", LEADER % "b": "0+0x9"}, "run r has 0 leading ledger servers", LABELS),
     Case("LeaderCountWrong", "5m", {LEADER % "a": "1+0x9", LEADER % "b": "0+0x9"}),
     Case("LeaderCountWrong", "5m", {LEADER % "a": "1 1 stale", UP: "1+0x9"}, "run r has 0 leading ledger servers", LABELS),
+    Case("LeaderCountWrong", "20m", ENDED | {LEADER % "a": "1+0x5 stale", UP: "1+0x5 0+0x20"}),
     Case("LedgerInvariantViolated", "8m", {VIOLATIONS: "0+0x5 1+0x9"}, "run r violates submit_conflict",
          {"check": "submit_conflict"} | LABELS),
     Case("LedgerInvariantViolated", "8m", {VIOLATIONS: "_x5 1+0x9"}, "run r violates submit_conflict",
@@ -103,6 +118,7 @@ CASES = (
     Case("LearnerStalled", "25m", RUNNING | {STEPS: "50+0x90"}, "run r has finished no step for 15 minutes", LABELS),
     Case("LearnerStalled", "25m", RECOVERING | {STEPS: "50+0x90"}, "run r has finished no step for 15 minutes", LABELS),
     Case("LearnerStalled", "25m", RUNNING | {STEPS: "50+1x90"}),
+    Case("LearnerStalled", "14m", RUNNING | {STEPS: "50+0x90"}),
     Case("LearnerStalled", "25m", PAUSED | {STEPS: "50+0x90"}),
     Case("NonFiniteLoss", "12m", {NONFINITE: "0+0x9 1+0x9"}, "run r met a loss or gradient that is no number (skipped)",
          {"action": "skipped"} | LABELS),
@@ -128,6 +144,10 @@ CASES = (
     Case("PolicyLagHigh", "40m", BOUND | _buckets(LAG, "", le8=80, le16=100, leInf=100),
          "lag of run r is 14.0 versions at the 95th percentile", LABELS),
     Case("PolicyLagHigh", "40m", BOUND | _buckets(LAG, "", le4=10, le8=100, leInf=100)),
+    *(Case("PolicyLagHigh", "40m", _bound(bound) | _buckets(LAG, "", **{f"le{below}": 0, f"le{edge}": 100}, leInf=100))
+      for bound, below, edge in ((1, 0, 1), (5, 4, 6), (7, 6, 8), (9, 8, 12), (13, 12, 16), (17, 16, 32))),
+    Case("PolicyLagHigh", "40m", _bound(5) | _buckets(LAG, "", le6=0, le8=100, leInf=100),
+         "lag of run r is 7.9 versions at the 95th percentile", LABELS),
     Case("LedgerBacklog", "12m", {AGE % "ready": "601+0x90"}, "the oldest finished rollout of run r has waited 10m 1s", LABELS),
     Case("LedgerBacklog", "12m", {AGE % "ready": "600+0x90", AGE % "leased": "900+0x90"}),
     Case("LearnerStarved", "25m", _phases(30, 20), "the learner of run r waits for rollouts 60% of the time", LABELS),
@@ -142,6 +162,8 @@ CASES = (
     Case("WorkerFlapping", "20m", {RESTARTS % "crash": "0 1 2 3 4 5 6+0x40"},
         "the actor pool of run r restarted 6 times in 30 minutes",
          {"pool": "actor"} | LABELS),
+    Case("WorkerFlapping", "35m", {SERVERS % "a": "0+0x9 stale", SERVERS % "b": "_x10 6+0x40"},
+         "the ledger pool of run r restarted 6 times in 30 minutes", {"pool": "ledger"} | LABELS),
     Case("WorkerFlapping", "20m", {RESTARTS % "crash": "0 1 2 3 4 5+0x40", RESTARTS % "drain": "0+1x40"}),
     Case("WeightSyncFailing", "10m", {UNSYNCED: "0 1 2 3+0x40"}, "workers of run r failed to load weights 3 times in 15 minutes",
          LABELS),
@@ -152,15 +174,18 @@ CASES = (
     Case("LedgerSlow", "15m", _buckets(WRITES, 'op="write",', le0_5=40, le2_5=100, leInf=100),
          "the database of run r takes 2.3 s for a commit at the 95th percentile", LABELS),
     Case("LedgerSlow", "15m", _buckets(WRITES, 'op="write",', le0_5=99, le2_5=100, leInf=100)),
-    Case("DeadLetterGrowing", "35m", {DEAD: "4+0x9 15+0x40"}, "11 more slots of run r ended without a sample in 30 minutes",
+    Case("DeadLetterGrowing", "35m", {DEAD % "failed": "4+0x9 15+0x40"}, "11 more slots of run r were given up in 30 minutes",
         LABELS),
-    Case("DeadLetterGrowing", "35m", {DEAD: "4+0x9 14+0x40"}),
+    Case("DeadLetterGrowing", "35m", {DEAD % "failed": "4+0x9 14+0x40", DEAD % "dropped_stale": "0+9x50"}),
     Case("RecoverySlow", "60m", _buckets(RECOVERY, 'component="learner",', le60=0, le300=1, leInf=1),
          "recovery of the learner of run r takes 4m 48s", {"component": "learner"} | LABELS),
     Case("RecoverySlow", "60m", {f'{RECOVERY}_bucket{{run="r",component="learner",instance="b",le="{le}"}}': f"_x50 {n}+0x20"
                                  for le, n in (("60", 0), ("300", 1), ("+Inf", 1))},
          "recovery of the learner of run r takes 4m 48s", {"component": "learner"} | LABELS),
     Case("RecoverySlow", "60m", _buckets(RECOVERY, 'component="learner",', le60=1, le120=1, leInf=1)),
+    Case("RecoverySlow", "60m", _recovered("20"), "recovery of the ledger of run r takes 4m 48s",
+         {"component": "ledger"} | LABELS),
+    Case("RecoverySlow", "85m", _recovered("20")),
     Case("GpuIdleHigh", "80m", _gpu(30, 20), "GPUs of run r idle 60% of the time", LABELS),
     Case("GpuIdleHigh", "80m", _gpu(20, 21)),
     Case("TelemetryDropping", "25m", {DROPPED: "0+1x90"}, "run r drops traces", {"signal": "traces"} | LABELS),
@@ -177,7 +202,7 @@ HEALTHY: dict[str, str] = (
         50) | _groups(2) | _gpu(5, 50)
     | _buckets(LAG, "", le1=90, le2=100, leInf=100) | {AGE % "ready": "3+0x90", RESTARTS % "crash": "0+0x90", UNSYNCED: "0+0x90"}
     | _buckets(WRITES, 'op="write",', le0_025=90, le0_5=100, leInf=100)
-    | {CONFLICTS: "0+0x90", DEAD: "0+0x90", DROPPED: "0+0x90"}
+    | {CONFLICTS: "0+0x90", DEAD % "failed": "0+0x90", DROPPED: "0+0x90"}
     | _buckets(RECOVERY, 'component="learner",', le60=0, le300=0, leInf=0)
 )  # fmt: skip
 """A run without a fault: nothing may fire."""

@@ -30,6 +30,10 @@ class DeviceClock:
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
+        self.begin()
+
+    def begin(self) -> None:
+        """Split the time from now on; what was before is nobody's."""
         self._lock = threading.Lock()
         self._at = host().monotonic()
         self._busy = 0
@@ -125,3 +129,4 @@ def open_nvml() -> Any | None:
 
 
 WORKER_CLOCK = DeviceClock("actor")
+os.register_at_fork(after_in_child=WORKER_CLOCK.begin)  # the time since the forking process imported this is not the role's

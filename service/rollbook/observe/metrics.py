@@ -7,6 +7,7 @@ nothing (tests, simulations, commands) counts all the same, at the cost of an ad
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,7 +42,15 @@ _shown: set[str] = set()
 _roles: set[str] = set()
 _recovered = False
 STARTED_S = host().monotonic()
-"""When this process began, as good as."""
+"""When this process began, as good as; for one that was forked, when it was."""
+
+
+def _begin() -> None:
+    global STARTED_S
+    STARTED_S = host().monotonic()
+
+
+os.register_at_fork(after_in_child=_begin)  # a role may be forked from a process that has imported this hours before
 
 
 def _histogram(name: str) -> Histogram:
