@@ -9,6 +9,7 @@ Histograms are counted at or below each bound: ``<metric>.<bound>``, ``<metric>.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -33,28 +34,32 @@ def figures_between(
 ) -> dict[str, float]:
     """All figures of the groups from ``first`` to ``end`` (None: the newest). ``lineages``: every one of the run."""
 
-    def here(c: Any) -> tuple[Any, ...]:
-        return (c.run_id == run_id, c.ordinal >= first, *(() if end is None else (c.ordinal < end,)))
-
-    out = _one(conn, _samples(here))
-    out |= _one(conn, _issued(here))
-    out |= _one(conn, _prompt_tokens(here))
-    out |= _one(conn, _planned(here, lineages))
-    out |= _one(conn, _verdicts(here, lineages))
-    out |= _one(conn, _queue(here))
-    f = t.failure.c
-    reason = _failure_reason(f)
-    query = sa.select(reason, sa.func.count(), sa.func.sum(f.generate_s)).where(*here(f)).group_by(sa.text("1"))
-    for name, n, generate_s in conn.execute(query):
+    where = {"run_id": run_id, "first": first} | ({} if end is None else {"end": end})
+    out: dict[str, float] = {}
+    *single, by_reason = _statements(end is not None, tuple(lineages))
+    for query in single:
+        row = conn.execute(query, where).one()._mapping
+        out |= {str(k): int(v) if v == int(v) else float(v) for k, v in row.items() if v is not None}
+    for name, n, generate_s in conn.execute(by_reason, where):
         out[f"failed.{name}"] = int(n)
         out["failed"] = out.get("failed", 0) + int(n)
         out["wasted.failed"] = out.get("wasted.failed", 0.0) + float(generate_s or 0.0)
     return out
 
 
-def _one(conn: sa.Connection, query: sa.Select) -> dict[str, float]:
-    row = conn.execute(query).one()._mapping
-    return {str(name): int(value) if value == int(value) else float(value) for name, value in row.items() if value is not None}
+@lru_cache(maxsize=8)
+def _statements(has_end: bool, lineages: tuple[int, ...]) -> tuple[sa.Select, ...]:
+    """What is asked, built once: writing the several hundred expressions costs more than a small run's answers. Failures last."""
+
+    def here(c: Any) -> tuple[Any, ...]:
+        below = (c.ordinal < sa.bindparam("end"),) if has_end else ()
+        return (c.run_id == sa.bindparam("run_id"), c.ordinal >= sa.bindparam("first"), *below)
+
+    f = t.failure.c
+    return (
+        _samples(here), _issued(here), _prompt_tokens(here), _planned(here, lineages), _verdicts(here, lineages), _queue(here),
+        sa.select(_failure_reason(f), sa.func.count(), sa.func.sum(f.generate_s)).where(*here(f)).group_by(sa.text("1")),
+    )  # fmt: skip
 
 
 def _count_where(condition: Any, name: str) -> Any:
