@@ -212,6 +212,18 @@ def test_a_client_that_does_not_come_to_its_end_is_cut_off_and_makes_place(monke
         page.close()
 
 
+def test_a_client_that_never_shakes_hands_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "secrets")
+    monkeypatch.setattr(pages, "SILENT_S", 600.0)
+    monkeypatch.setattr(pages, "REQUEST_S", 0.0)
+    security = replace(whole(tmp_path / "secrets"), require_client_certificate=False)
+    page = StatusPage("127.0.0.1:0", Content(Away()), run_id="run", security=security)
+    try:
+        assert talk(page.port, b"\x16\x03\x01") == b"", "the beginning of a greeting, and no more"
+    finally:
+        page.close()
+
+
 def test_a_client_beyond_the_limit_is_turned_away_and_the_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "OPEN_MAX", 1)
     asked, answers = threading.Event(), threading.Event()
