@@ -201,7 +201,7 @@ def test_what_is_no_request_is_refused_with_the_policy_and_without_an_echo(said:
 
 def test_a_client_that_does_not_come_to_its_end_is_cut_off_and_makes_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "OPEN_MAX", 1)
-    monkeypatch.setattr(pages, "SILENT_S", 600.0)
+    monkeypatch.setattr(pages.PageHandler, "timeout", 600.0)
     monkeypatch.setattr(pages, "REQUEST_S", 0.0)
     page = StatusPage("127.0.0.1:0", Content(Away()), run_id="run", security=SecurityConfig())
     try:
