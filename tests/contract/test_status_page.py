@@ -201,13 +201,25 @@ def test_what_is_no_request_is_refused_with_the_policy_and_without_an_echo(said:
 
 def test_a_client_that_does_not_come_to_its_end_is_cut_off_and_makes_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "OPEN_MAX", 1)
-    monkeypatch.setattr(pages, "SILENT_S", 600.0)
+    monkeypatch.setattr(pages.PageHandler, "timeout", 600.0)
     monkeypatch.setattr(pages, "REQUEST_S", 0.0)
     page = StatusPage("127.0.0.1:0", Content(Away()), run_id="run", security=SecurityConfig())
     try:
         assert talk(page.port, b"GET /da") == b""
         monkeypatch.setattr(pages, "REQUEST_S", 600.0)
         wait_until("the place is free again", lambda: b" 503 " in talk(page.port, DATA))
+    finally:
+        page.close()
+
+
+def test_a_client_that_never_shakes_hands_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "secrets")
+    monkeypatch.setattr(pages, "SILENT_S", 600.0)
+    monkeypatch.setattr(pages, "REQUEST_S", 0.0)
+    security = replace(whole(tmp_path / "secrets"), require_client_certificate=False)
+    page = StatusPage("127.0.0.1:0", Content(Away()), run_id="run", security=security)
+    try:
+        assert talk(page.port, b"\x16\x03\x01") == b"", "the beginning of a greeting, and no more"
     finally:
         page.close()
 
