@@ -33,7 +33,7 @@ def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_healthy_run_has_no_trouble_and_each_limit_is_one() -> None:
     assert troubles(HEALTHY, 100.0) == [] == troubles({}, 100.0)
     for key, quiet, loud, words in (
-        ("writer", {"commit_s": 1.0}, {"commit_s": 1.1}, "database: slow, one commit takes 1.1 s"),
+        ("writer", {"commit_s": 1.0}, {"commit_s": 1.1}, "database: slow, a commit takes up to 1.1 s"),
         ("breaker", {"ratio": 0.05, "last": "boom", "last_s": 1.0}, {"ratio": 0.06, "last": "boom", "last_s": 1.0}, "boom"),
         ("breaker", {"ratio": 0.9, "last": "boom", "last_s": 61.0}, {"ratio": 0.9, "last": "boom", "last_s": 60.0}, "90% of"),
         ("last_step", {"ess_token_applied_fraction": 0.3}, {"ess_token_applied_fraction": 0.04}, "is 4.0% of its tokens"),

@@ -223,7 +223,7 @@ class LedgerPort(Protocol):
         ``members``: {usable, policy_failed, infra_failed} of the planned groups; ``retention``: {enabled, rounds,
         low_watermark, replayable_from, groups, slots, events} of what was let go; all other counts go on counting it;
         ``database``: {oldest_xmin_age, dead_tuples} on PostgreSQL; ``writer``: {commits, operations, waiting, conflicts,
-        commit_s (seconds of the transaction in hand, or of the newest one)}.
+        commit_s (seconds of the slowest transaction of the last ten seconds, the one in hand included)}.
         """
         ...
 

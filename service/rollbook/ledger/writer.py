@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 QUEUE_MAX = 4096
 ENQUEUE_WAIT_S = 5.0
 ANSWER_WAIT_S = 120.0
+SLOWEST_OF_S = 10.0
 CONFLICT_RETRIES_MAX = 3
 """Further attempts of a group that PostgreSQL broke off in favour of another transaction."""
 CONFLICT_WAIT_S = 0.05
@@ -96,7 +97,8 @@ class Writer:
         self.conflicts = 0
         """Attempts broken off by a deadlock or a serialization failure and made again."""
         self._began_s: float | None = None
-        self._took_s = 0.0
+        self._slowest: tuple[float, float] = (0.0, float("-inf"))
+        """Seconds that the slowest of the newest transactions took, and when it ended."""
         self._thread = host().thread(self._loop, "ledger-writer")
         self._thread.start()
 
@@ -113,9 +115,16 @@ class Writer:
         return self._queue.qsize()
 
     def commit_s(self) -> float:
-        """Seconds that the transaction in hand has taken so far, or else that the newest one took."""
-        began = self._began_s
-        return self._took_s if began is None else max(self._took_s, host().monotonic() - began)
+        """Seconds of the slowest transaction of the last ``SLOWEST_OF_S``, the one in hand so far included."""
+        now, began = host().monotonic(), self._began_s
+        took_s, ended_at = self._slowest
+        return max(took_s if now - ended_at <= SLOWEST_OF_S else 0.0, 0.0 if began is None else now - began)
+
+    def _note_end(self, began: float) -> None:
+        now = host().monotonic()
+        if now - began >= self._slowest[0] or now - self._slowest[1] > SLOWEST_OF_S:
+            self._slowest = (now - began, now)
+        self._began_s = None
 
     def close(self) -> None:
         """Finish what is queued, then stop."""
@@ -163,7 +172,7 @@ class Writer:
             except Exception as error:  # thread boundary: a writer that ends here would leave every caller waiting
                 log.exception("the writer goes on after an error behind a commit", extra={"event": "writer_error"})
                 self._fail(group, Unavailable(f"committed or not, the answer was lost ({error}); repeat with the same key"))
-            self._took_s, self._began_s = host().monotonic() - began, None
+            self._note_end(began)
         self._drop_connection()
         while not self._queue.empty():
             if (late := self._queue.get_nowait()) is not None:

@@ -35,7 +35,7 @@ def _database(writer: Mapping[str, Any]) -> list[str]:
     took_s = writer.get("commit_s", 0.0)
     if took_s <= COMMIT_S_MAX:
         return []
-    return [f"database: slow, one commit takes {took_s:.1f} s and {writer['waiting']} writes wait for the next"]
+    return [f"database: slow, a commit takes up to {took_s:.1f} s and {writer['waiting']} writes wait for the next"]
 
 
 def _rewards(breaker: Mapping[str, Any]) -> list[str]:

@@ -228,7 +228,7 @@ class Supervisor:
         hung = self._hangs.verdict(record.incarnation)
         unasked = self._hangs.left_in(record) if code == 0 else ""
         if code == -signal.SIGKILL and record.is_here and oom_kills() > child.oom_kills:
-            unasked = "; meanwhile the kernel has killed a process for want of memory, perhaps this one"
+            unasked = "; meanwhile the kernel has killed for want of memory, perhaps this process"
         child.process = None
         if child.kind == LEDGER:
             ledgers.forget_server(self.dir, child.name)
