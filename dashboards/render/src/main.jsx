@@ -37,8 +37,8 @@ const looks = {
   '[data-testid="dashboard-toolbar"] button, [data-testid="dashboard-toolbar"] > div:nth-of-type(2) > div:last-of-type': { display: 'none' },
   '[data-testid="panel"]': { '--panel-header-height': '18px' },
   '[data-testid="panel"] header .MuiTypography-root': { fontSize: 14, lineHeight: '20px !important' },
-  '[data-testid="panel"] ul': { overflow: 'hidden !important', position: 'relative', top: 4 },
-  '[data-testid="panel"] ul .MuiTypography-root': { fontSize: 11, lineHeight: '13px' },
+  '[data-testid="panel"] ul': { overflow: 'hidden !important', position: 'relative', top: 3 },
+  '[data-testid="panel"] ul .MuiTypography-root': { fontSize: 11, lineHeight: '12px' },
   '[data-testid="panel"] ul .MuiListItemText-root': { margin: 0 },
 };
 
