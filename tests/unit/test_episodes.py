@@ -18,6 +18,7 @@ from rollbook.core.ports import Generation, GenerationRequest
 from rollbook.core.records import Blame, FinishReason, LeaseGrant, RewardStatus, SandboxStatus, SlotKey, ToolCall, Trajectory
 from rollbook.observe import failpoints
 from rollbook.observe.failpoints import FailpointRaised
+from rollbook.observe.metrics import GPU_SECONDS_TOTAL
 from rollbook.rollout.episodes import Episodes, Finished, play
 from rollbook.rollout.journal import RecordedCalls
 from rollbook.tasks.tokenizer import load_tokenizer
@@ -208,7 +209,10 @@ def test_a_lease_that_is_lost_while_its_tool_runs_is_let_go_and_a_judged_one_is_
     turn.add([grant(0)])
     turn.advance()
     turn.is_usable = lambda grant: False
+    wasted = GPU_SECONDS_TOTAL.labels("actor", "wasted")._value
+    before_s, turn._live[0].generate_s = wasted.get(), 2.5
     assert turn.advance() == [] and len(turn) == 0
+    assert wasted.get() - before_s == 2.5, "nobody will be told of what was generated"
 
 
 def test_a_slot_that_somebody_else_holds_is_left_to_him() -> None:

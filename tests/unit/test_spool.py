@@ -23,6 +23,7 @@ def sample(sequence: int, incarnation: str = "a1", reward: float = 0.1) -> Submi
     return Submission(
         SlotKey(4, sequence), 3, incarnation, sequence, 0, trajectory, reward, RewardStatus.GIVEN, SandboxStatus.NOT_USED,
         FinishReason.STOP, 0.25, 0.5, '{"evidence": "é"}', Blame.MODEL if sequence % 2 else None,
+        f"00-{'a' * 32}-{'b' * 16}-01" if sequence % 2 else "",
     )  # fmt: skip
 
 

@@ -17,11 +17,18 @@ from rollbook.core.errors import (
 )
 from rollbook.core.records import LeaseGrant, SlotKey, SubmitOutcome
 from rollbook.observe import failpoints
+from rollbook.observe.metrics import GPU_SECONDS_TOTAL
 from rollbook.rollout import delivery
 from rollbook.rollout.delivery import repeat_call
 from rollbook.rollout.heartbeat import TRUSTED_SHARE, Heartbeat
 from rollbook.rollout.worker import worker_kind
 from rollout_doubles import MemoryLedger, ScriptedEngine, publish, worker_config
+
+
+def wasted_s() -> float:
+    """Device time of this process that came to nothing."""
+    samples = (s for family in GPU_SECONDS_TOTAL.collect() for s in family.samples)
+    return sum(s.value for s in samples if s.labels == {"pool": "actor", "activity": "wasted"})
 
 
 @pytest.mark.parametrize(("late_submit", "kept"), [("salvage", 4), ("strict", 3)])
@@ -158,6 +165,8 @@ def test_an_outcome_that_is_not_durable_is_counted_and_ends_the_submission(tmp_p
     left = delivery.Delivery(ledger, delivery.Spool(tmp_path / "spool" / "worker-0", "test"), threading.Event())
     other = left._spool.load()[0]
     ledger.submitted[first] = dataclasses.replace(other, reward=0.25)
+    before_s = wasted_s()
     assert left.send_spooled() == 2
     assert left.outcomes == {SubmitOutcome.CONFLICT: 1, SubmitOutcome.ACCEPTED: 1}
+    assert wasted_s() - before_s == pytest.approx(other.generate_s), "no row tells of it, so its device time is counted here"
     assert spooled(tmp_path) == []

@@ -39,7 +39,13 @@ class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         extra = {k: v for k, v in record.__dict__.items() if k not in _STANDARD}
         line = super().format(record)
-        return line + ("  " + " ".join(f"{k}={v}" for k, v in extra.items()) if extra else "")
+        return line + ("  " + " ".join(f"{k}={_plain(v)}" for k, v in extra.items()) if extra else "")
+
+
+def _plain(value: object) -> str:
+    """A field without what would begin a line or command a terminal: other processes' words are among them."""
+    text = str(value)
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class _Json(logging.Formatter):

@@ -274,7 +274,8 @@ _SHARED = [
          "workers, since what fails often ends them.", LEDGER, {"reason": SYNC_FAILURES}, of_run=True),
     Spec("gpu_seconds_total", Kind.COUNTER, "Device time by activity; on a machine without GPUs the device is the process. The "
          "ledger shows what its rows tell (generation that was trained or wasted; the learner's steps), worker and learner the "
-         "rest.", ("ledger", "worker", "learner"), {"pool": ("actor", "learner"), "activity": ACTIVITIES}),
+         "rest, as rollouts that the ledger did not take. What a killed process had not handed in yet is in none.",
+         ("ledger", "worker", "learner"), {"pool": ("actor", "learner"), "activity": ACTIVITIES}),
     Spec("gpu_memory_used_bytes", Kind.GAUGE, "Memory in use on a GPU of this machine.", ("worker", "learner"),
          {"pool": POOLS, "device": OPEN}),
     Spec("gpu_memory_capacity_bytes", Kind.GAUGE, "Memory of a GPU of this machine.", ("worker", "learner"),

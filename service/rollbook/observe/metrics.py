@@ -103,7 +103,7 @@ _OWN: Mapping[str, Mapping[tuple[str, str], tuple[str, ...]]] = {
     "rollout_duration_seconds": {("worker", "stage"): ("generate", "reward", "commit", "total")},
     "weight_sync_duration_seconds": {("worker", "phase"): ("load", "verify"), ("learner", "phase"): ("gather", "transfer")},
     "gpu_seconds_total": {
-        ("worker", "pool"): ("actor",), ("worker", "activity"): ("weight_sync", "idle"),
+        ("worker", "pool"): ("actor",), ("worker", "activity"): ("weight_sync", "idle", "wasted"),
         ("learner", "pool"): ("learner",), ("learner", "activity"): ("wasted",),
     },
     "recovery_duration_seconds": {

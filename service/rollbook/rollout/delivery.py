@@ -154,6 +154,8 @@ class Delivery:
         self.outcomes[result.outcome] += 1
         metrics.WORKER_SUBMISSIONS_TOTAL.labels(result.outcome.value).inc()
         if result.outcome not in _DURABLE:
+            if result.outcome is not SubmitOutcome.INVALID:  # which is reported, with its time; of the others no row tells
+                metrics.GPU_SECONDS_TOTAL.labels("actor", "wasted").inc(submission.generate_s)
             log.warning(
                 "sample not accepted",
                 extra={"event": "sample_not_accepted", "slot": str(submission.key), "token": submission.lease_token,
@@ -165,5 +167,5 @@ def _failure(submission: Submission, reason: str) -> FailureReport:
     """Report that frees the slot of a submission which will never be accepted."""
     return FailureReport(
         submission.key, submission.lease_token, submission.incarnation, RewardStatus.INFRA_ERROR, Blame.INFRA,
-        f"submission refused: {reason}",
+        f"submission refused: {reason}", generate_s=submission.generate_s, verify_s=submission.verify_s,
     )  # fmt: skip

@@ -35,6 +35,7 @@ from rollbook.core.records import (
 )
 from rollbook.observe import tracing
 from rollbook.observe.failpoints import failpoint
+from rollbook.observe.metrics import GPU_SECONDS_TOTAL
 from rollbook.rollout.journal import Journal, reply_from_json, reply_to_json
 from rollbook.tasks.turns import TurnCodec
 
@@ -200,7 +201,13 @@ class Episodes:
         kept = [e for e in self._live if self.is_usable(e.grant) or (self.may_salvage and self._is_judged(e))]
         if len(kept) < len(self._live):
             log.warning("leases given up", extra={"event": "leases_given_up", "slots": len(self._live) - len(kept)})
-            self._live = kept
+            for episode in [e for e in self._live if e not in kept]:
+                self._lose(episode)
+
+    def _lose(self, episode: _Live) -> None:
+        """Drop an episode of which no row will tell; what the device did for it is counted here."""
+        self._live.remove(episode)
+        GPU_SECONDS_TOTAL.labels("actor", "wasted").inc(episode.generate_s)
 
     def _is_judged(self, episode: _Live) -> bool:
         return episode.future is not None and episode.call is None
@@ -254,7 +261,7 @@ class Episodes:
             with tracing.within(episode.grant.traceparent):
                 stored = self.journal.record(call, episode.grant)
         except Fenced:
-            self._live.remove(episode)  # somebody else has the slot
+            self._lose(episode)  # somebody else has the slot
             return
         except Conflict as error:
             self._end(episode, None, f"tool call {index}: {error}", final=True)
@@ -301,7 +308,7 @@ class Episodes:
             with tracing.within(episode.grant.traceparent):
                 stored = self.journal.record(dataclasses.replace(call, response_json=reply_to_json(answer)), episode.grant)
         except Fenced:
-            self._live.remove(episode)
+            self._lose(episode)
             return
         failpoint("worker.tool.after_answer")
         assert stored.response_json is not None
