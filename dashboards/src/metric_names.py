@@ -100,7 +100,7 @@ OURS: dict[str, Metric] = {
     "rollbook_learner_gradient_norm": _of(GAUGE),
     "rollbook_learner_entropy_nats": _of(GAUGE),
     "rollbook_learner_learning_rate": _of(GAUGE),
-    "rollbook_learner_nonfinite_steps_total": _of(COUNTER, action=("skipped", "aborted")),
+    "rollbook_learner_nonfinite_steps_total": _of(COUNTER, action=("skipped",)),
     "rollbook_learner_step_phase_duration_seconds": _of(HISTOGRAM, phase=STEP_PHASES),
     "rollbook_weight_sync_duration_seconds": _of(HISTOGRAM, phase=SYNC_PHASES),
     "rollbook_weight_sync_bytes_total": _of(COUNTER, transport=("files",)),

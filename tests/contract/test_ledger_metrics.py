@@ -22,7 +22,7 @@ from rollbook.cli.serving import serve_ledger
 from rollbook.core.config import load_config
 from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.core.records import Blame, FailureReport, RewardStatus
-from rollbook.observe import exporter, ledger_metrics
+from rollbook.observe import ledger_metrics, pages
 from rollbook.observe.exporter import MetricsPage
 from rollbook.observe.ledger_metrics import LedgerCollector
 from rollbook.observe.metric_table import BY_NAME
@@ -163,7 +163,7 @@ def test_a_scrape_waits_for_no_slow_ledger_and_what_it_gives_up_is_counted(monke
 
 
 def test_more_scrapes_at_once_than_are_answered_are_turned_away_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "OPEN_MAX", 1)
+    monkeypatch.setattr(pages, "OPEN_MAX", 1)
     began, go_on, before = threading.Event(), threading.Event(), dropped()
 
     def slow() -> dict[str, Any]:

@@ -30,7 +30,7 @@ def test_times_are_divided_and_ratios_counts_and_real_seconds_are_not(tmp_path: 
         ranges = [re.findall(r"\[(\w+)\]", one["expr"]) for one in (rule, after[name])]
         assert [f"{max(round(scaled_rules.seconds(r) / 30), 5)}s" for r in ranges[0]] == ranges[1], name
     assert after["LearnerStalled"]["expr"].startswith("sum by (run) (increase(rollbook_learner_steps_total[30s])) == 0")
-    assert "offset 60s) > 10" in after["DeadLetterGrowing"]["expr"]
+    assert "offset 60s)) > 10" in after["DeadLetterGrowing"]["expr"]
     assert ", 60)" in after["CheckpointTooOld"]["expr"] and "1800" not in after["CheckpointTooOld"]["expr"]
     assert after["LedgerBacklog"]["expr"].endswith("> 20")
     limits = {"EssCollapse": "< 0.3", "WeightSyncFailing": "> 2.5", "RecoverySlow": "> 120", "LedgerSlow": "> 1"}

@@ -212,7 +212,7 @@ def learner_metrics(reading: Mapping[str, Any], around: Surroundings) -> list[Me
     }  # fmt: skip
     made = [
         family("learner_steps_total", [((), steps.get("trained", 0))]),
-        family("learner_nonfinite_steps_total", [(("skipped",), steps.get("nonfinite", 0)), (("aborted",), 0)]),
+        family("learner_nonfinite_steps_total", [(("skipped",), steps.get("nonfinite", 0))]),
         family("gpu_wasted_seconds_total", [((reason,), s) for reason, s in wasted.items()]),
         family("gpu_seconds_total", [
             (("actor", "generate"), f.get("generated_s", 0.0) * around.actor_devices),

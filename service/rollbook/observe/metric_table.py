@@ -233,7 +233,7 @@ _LEARNER = [
         ("learner_steps_total", "Steps that were trained, over all lineages."),
     ), sql=True),
     *_rows(Kind.COUNTER, LEDGER, (
-        ("learner_nonfinite_steps_total", "Steps whose loss or gradient was not finite.", {"action": ("skipped", "aborted")}),
+        ("learner_nonfinite_steps_total", "Steps whose loss or gradient was not finite.", {"action": ("skipped",)}),
     ), sql=True),
     *_rows(Kind.GAUGE, LEDGER, (
         ("learner_policy_version", "Newest published version."),
