@@ -24,7 +24,7 @@ function places(holder, notes, onAxis) {
   };
   return notes.map(({ at, until, colour, isMark }) => ({
     left: inner.left - outer.left + pixel(at), top: inner.top - outer.top + grid.y, width: pixel(until) - pixel(at), height: grid.height,
-    background: `${colour}1a`, borderLeft: `1px ${isMark ? 'solid' : 'dashed'} ${colour}`,
+    background: `linear-gradient(${colour}99, ${colour}99) bottom / 100% 4px no-repeat`, borderLeft: `1px ${isMark ? 'solid' : 'dashed'} ${colour}`,
   }));
 }
 
