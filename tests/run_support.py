@@ -72,11 +72,20 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(REPOSITORY / "service"), "OMP_NUM_THREADS": "1"} | more
 
 
+def planted(code: str) -> str:
+    """Code for another process, which plants first the defect that this one was told to (``make mutants``)."""
+    if not (name := os.environ.get("ROLLBOOK_MUTANT", "")):
+        return code
+    here = str(REPOSITORY / "tests")
+    return f"import sys\nsys.path.insert(0, {here!r})\nfrom mutants.registry import install\ninstall({name!r})\n{code}"
+
+
 @contextmanager
 def python_process(code: str, *arguments: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """A Python process of the checkout that has said ``ready``; killed with the block."""
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], env=environment(**env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        [sys.executable, "-c", planted(code), *arguments], env=environment(**env), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"

@@ -192,7 +192,7 @@ def a_dead_holder_is_waited_for(original: Any) -> Any:
 @mutant("rollbook.rpc.server", "_options")
 def ports_are_shared(original: Any) -> Any:
     """SkyRL#284: what listens at an address after a crash is a matter of luck."""
-    return lambda max_bytes: [(name, 1 if name == "grpc.so_reuseport" else value) for name, value in original(max_bytes)]
+    return lambda *given: [(name, 1 if name == "grpc.so_reuseport" else value) for name, value in original(*given)]
 
 
 @mutant("rollbook.supervise.process", "uuid")

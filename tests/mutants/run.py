@@ -2,10 +2,12 @@
 
 Runs the thread tests once as they are, then each defect in a process of its own with exactly the tests of its threads, on
 SQLite (the defects stand above the engine), two processes at a time. Prints a table in Markdown; exit 1 when a defect survives.
+``python -m mutants.run NAME …`` tries these alone, without the run as they are.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -53,20 +55,25 @@ def _ending(case: ElementTree.Element) -> str:
 
 
 def main() -> int:
-    """Run everything and print the table; 0 when every defect was caught."""
-    started, names = time.monotonic(), [NOTHING, *mutants_used()]
+    """Run everything, or the defects named, and print the table; 0 when every defect was caught."""
+    parser = argparse.ArgumentParser(description="plant known defects one by one; each must make a test fail")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="defects to try alone; default: all, and none")
+    chosen = parser.parse_args().names
+    if unknown := sorted(set(chosen) - set(mutants_used())):
+        parser.error(f"no defect is called {', '.join(unknown)}")
+    started, names = time.monotonic(), chosen or [NOTHING, *mutants_used()]
     everything = [test for row in THREADS for test, _ in row.cases]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         jobs = {name: pool.submit(reports, name, tests_of(name) or everything, Path(folder)) for name in names}
         ended = {name: job.result() for name, job in jobs.items()}
-    failing = [test for test, endings in ended.pop(NOTHING).items() if set(endings) != {"passed"}]
+    failing = [test for test, endings in ended.pop(NOTHING, {}).items() if set(endings) != {"passed"}]
     print("| thread | test | mutant | caught |\n|---|---|---|---|")
     survived = []
     for row in THREADS:
         threads = ", ".join(row.threads)
-        if row.reason:
+        if row.reason and not chosen:
             print(f"| {threads} | not applicable: {row.reason} | | |")
-        for test, name in row.cases:
+        for test, name in (case for case in row.cases if case[1] in ended):
             caught = "caught" in ended[name][test]
             survived += [] if caught else [f"{name} ({', '.join(ended[name][test]) or 'its test did not run'})"]
             print(f"| {threads} | {test.partition('::test_')[2]} | {name} | {'yes' if caught else 'NO'} |")

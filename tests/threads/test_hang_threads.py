@@ -298,7 +298,8 @@ def test_prime_rl_2574_what_a_crashed_supervisor_left_is_ended_before_anything_s
         with python_process("print('ready', flush=True)\nimport time; time.sleep(600)", ROLLBOOK_INCARNATION="zombie") as left:
             run.supervisor.table.put(ProcessRecord("worker-7", left.pid, start_time(left.pid) or 0, "zombie"))
             assert run.run() is True
-            assert left.wait(BOUND_S) == -signal.SIGKILL
+            wait_until("it has ended", lambda: left.poll() is not None, BOUND_S)
+            assert left.returncode == -signal.SIGKILL
         assert any(text.startswith("ending worker-7") for text in run.events)
 
 

@@ -23,7 +23,7 @@ from threads_support import ACCEPTED, outcome_of
 
 from ledger_bench import Bench
 from rollbook.cli.standing import RunWatch
-from rollbook.core.errors import ConfigError, RestartBudgetSpent
+from rollbook.core.errors import ConfigError, RestartBudgetSpent, RoleHeld
 from rollbook.core.records import Role, RunRecord
 from rollbook.ledger.dialects import sqlite_module
 from rollbook.ledger.ledger import Ledger
@@ -36,7 +36,7 @@ from rollbook.rpc.server import serve
 from rollbook.supervise import memory
 from rollbook.supervise.process import ProcessTable, start
 from rollout_doubles import ScriptedEngine, publish, worker_config
-from run_support import environment, python_process, wait_until
+from run_support import environment, planted, python_process, wait_until
 from task_fixtures import make_config
 
 ROLES = ("ledger", "learner", "worker", "feeder")
@@ -62,7 +62,7 @@ def test_nemo_rl_3613_whatever_dies_together_comes_back_together(bench: Bench) -
     for life, dead in enumerate(together):
         s.feed(1)
         s.lease(1)
-        restart(s, bench, dead, life)
+        assert outcome_of(lambda dead=dead, life=life: restart(s, bench, dead, life)) is None, dead
         bench.let_time_pass(s.record.rules.lease_ttl_s + 1.0)
         s.fill()
         assert outcome_of(lambda step=life + 1: s.train(step).step) == life + 1, dead
@@ -114,8 +114,9 @@ def test_trl_3408_workers_go_on_with_the_learner_that_replaces_a_dead_one(bench:
     s = bench.scene(groups_per_step=1)
     s.feed(3)
     held = s.lease()
-    s.learner = outcome_of(lambda: s.ledger.acquire_role(Role.LEARNER, "learner-2", 60.0, supersede="learner-1"))
-    assert s.learner.epoch == 2
+    successor = outcome_of(lambda: s.ledger.acquire_role(Role.LEARNER, "learner-2", 60.0, supersede="learner-1"))
+    assert successor is not RoleHeld and successor.epoch == 2
+    s.learner = successor
     assert s.submit(held) == [ACCEPTED] * 4
     s.train(1)
     assert {g.version for g in s.lease(loaded=version(1))} == {1}
@@ -313,8 +314,9 @@ print(json.dumps({"grown": (after - before) * 1024, "state": 3 * size}))
 def test_verl_402_saving_a_checkpoint_takes_no_second_copy_of_it_in_memory(tmp_path: Path) -> None:
     """Saving and resuming ran out of memory."""
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=300.0, check=False
-    )
+        [sys.executable, "-c", planted(PEAK), str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=300.0,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)
     assert measured["grown"] < 0.5 * measured["state"], measured
