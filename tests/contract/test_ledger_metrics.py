@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ledger_bench import Bench
 from rollbook.cli.record import run_record as record_of
 from rollbook.cli.serving import serve_ledger
+from rollbook.cli.showing import shown_metrics
 from rollbook.core.config import load_config
 from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.core.records import Blame, FailureReport, RewardStatus
@@ -27,6 +28,7 @@ from rollbook.observe.exporter import MetricsPage
 from rollbook.observe.ledger_metrics import LedgerCollector
 from rollbook.observe.metric_table import BY_NAME
 from rollbook.observe.metrics import REGISTRY
+from rollbook.observe.targets import announced
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from run_support import CONFIG, wait_until
@@ -187,6 +189,19 @@ def test_more_scrapes_at_once_than_are_answered_are_turned_away_and_counted(monk
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="ledger.metrics_port"):
         MetricsPage(taken.getsockname()[1], CollectorRegistry())
+
+
+def test_a_page_whose_port_is_taken_moves_to_a_free_one_and_is_announced(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = load_config(tmp_path / "run.toml", [f"ledger.metrics_port={port}"])
+        with shown_metrics(config, "ledger", "ledger", 0, lambda: [{"targets": ["here"], "labels": {}}]):
+            (target,) = announced(Path(config.run.dir))
+            assert target.address != f"127.0.0.1:{port}"
+            with urllib.request.urlopen(f"http://{target.address}/sd", timeout=30) as answer:
+                assert json.load(answer)[0]["targets"] == ["here"]
+    assert announced(Path(config.run.dir)) == []
 
 
 def test_a_ledger_server_shows_its_metrics_where_the_configuration_says_and_stops_with_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rollbook.core.errors import DigestMismatch
 from rollbook.learner.showing import timed_checkpoint
 from rollbook.observe import failures
-from rollbook.observe.failures import CHECKPOINT, WEIGHTS, Failure
+from rollbook.observe.failures import CHECKPOINT, DEATH, WEIGHTS, Failure
 from rollbook.observe.ledger_metrics import noted_metrics
 from rollbook.observe.metrics import failed_syncs
 from rollbook.report.standing import standing
@@ -48,6 +48,14 @@ def test_a_failure_is_told_with_its_words_until_it_is_old() -> None:
     (line,) = troubles({}, 160.0, [full])
     assert line == "learner: checkpoints fail (storage), 3 times, newest 60 s ago: OSError: No space left on device"
     assert troubles({}, 160.1, [full]) == []
+
+
+def test_a_complete_run_is_not_in_trouble_whatever_it_met() -> None:
+    died = Failure("worker-0", DEATH, "killed by SIGKILL", 1, 99.0, "loaded version")
+    steps = {"configured": 3, "planned": 3, "trained": 3, "skipped": 0, "checkpoint": 3}
+    going = {"steps": steps | {"checkpoint": 2}, "slots": {}, "roles": []}
+    assert len(troubles(going, 100.0, [died])) == 1
+    assert troubles(going | {"steps": steps}, 100.0, [died]) == []
 
 
 def test_a_checkpoint_that_fails_is_counted_beyond_the_process_that_it_ends(noted: Path) -> None:

@@ -1,7 +1,7 @@
 """What a role process shows of itself over HTTP while it lives: its metrics page, announced in the run directory.
 
 Owns which port that is and what a ledger server's page knows beside its ledger. Never counts anything (``observe``). A port that
-is taken costs the page and not the role: training does not wait for who looks at it.
+is taken costs neither the role nor the page, which moves to a free one: ``/sd`` and the run directory tell where it is.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def shown_metrics(
     try:
         page = MetricsPage(port, REGISTRY, targets=find_targets, setting=setting)
     except ConfigError as error:
-        log.error("no metrics are shown: %s", error, extra={"event": "metrics_unserved"})
-        yield
-        return
+        log.error("metrics are shown on a free port: %s", error, extra={"event": "metrics_moved"})
+        page = MetricsPage(0, REGISTRY, targets=find_targets, setting=setting)
     target = targets.Target(name, role, socket.gethostname(), f"{LOOPBACK}:{page.port}", incarnation())
     targets.announce(config.run.dir, target)
     log.info("metrics", extra={"event": "metrics_served", "port": page.port})

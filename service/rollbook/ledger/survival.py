@@ -70,22 +70,20 @@ class Survival(Status):
     def _totals_of(self, conn: sa.Connection, first: int, end: int | None) -> dict[str, Any]:
         """What is counted in the groups from ``first`` to ``end`` (None: the newest), as ``retention.totals_json`` has it."""
         slots = self._slots_with_ends(first, end)
-        dimensions = {
-            name: self._rows(conn, slots, bucket, names, first, end)
-            for name, (bucket, names) in self._fixed_buckets(slots).items()
-        }
-        dimensions["task"] = self._task_rows(conn, slots)
         i = t.plan_item.c
         return {
-            "dimensions": dimensions,
+            "dimensions": self._fixed_rows(conn, slots, first, end) | {"task": self._task_rows(conn, slots)},
             "failures": self._failures_by_kind(conn, first, end),
             "outcomes": self._sample_outcomes(conn, first, end),
             "verdicts": self._counts(conn, t.verdict, t.verdict.c.kind, *_between(t.verdict.c, first, end)),
             "members": self._members(conn, self._newest_lineage(), *_between(i, first, end)),
         }
 
-    def _slots_with_ends(self, first: int, end_ordinal: int | None) -> sa.Subquery:
-        """One row per opened slot: what is known of it, and what became of it along the newest ancestry."""
+    def _slots_with_ends(self, first: int, end_ordinal: int | None) -> sa.CTE:
+        """One row per opened slot: what is known of it, and what became of it along the newest ancestry.
+
+        A statement that names it more than once has the database join it once.
+        """
         run_id = self.run.run_id
         e, s, v, i, o = t.event.c, t.sample.c, t.verdict.c, t.plan_item.c, t.plan_outcome.c
 
@@ -121,29 +119,26 @@ class Survival(Status):
             .outerjoin(f, sa.and_(f.c.ordinal == e.ordinal, f.c.sibling == e.sibling))
             # Every slot's first lease, and only that. By the plain kind SQLite would walk through the leases of all groups.
             .where(e.run_id == run_id, e.kind.concat("") == "lease_granted", e.token == 1, *_between(e, first, end_ordinal))
-            .subquery("opened")
+            .cte("opened")
         )  # fmt: skip
 
-    def _fixed_buckets(self, slots: sa.Subquery) -> dict[str, tuple[Any, Sequence[str]]]:
-        """Expression for a slot's bucket number (NULL: unknown) and the buckets' names."""
+    def _fixed_rows(self, conn: sa.Connection, slots: sa.CTE, first: int, end: int | None) -> dict[str, list[dict[str, Any]]]:
+        """The dimensions whose buckets are fixed, in one statement. A bucket is its number; NULL: unknown."""
         c = slots.c
         length = sa.case((c.n_tokens > 0, _steps(c.n_tokens, [2**i for i in range(1, 21)])))
         duration = sa.case((c.seconds > 0, _steps(c.seconds, [2.0**i for i in range(-3, 13)])))
         span = sa.case((c.span >= 0, _steps(c.span, (1, 2, 4, 8, 16))))
-        return {
-            "length": (length, LENGTHS), "duration": (duration, DURATIONS), "difficulty": (None, DIFFICULTIES),
-            "version_span": (span, SPANS),
+        sources = {
+            "length": (slots, length), "duration": (slots, duration), "difficulty": self._with_difficulty(slots, first, end),
+            "version_span": (slots, span),
         }  # fmt: skip
+        assert sources.keys() == BUCKETS.keys()
+        found: dict[str, list[Any]] = {name: [] for name in BUCKETS}
+        for name, *row in conn.execute(sa.union_all(*(_counted(name, slots, *sources[name]) for name in BUCKETS))):
+            found[name].append(row)
+        return {name: _folded(found[name], names) for name, names in BUCKETS.items()}
 
-    def _rows(
-        self, conn: sa.Connection, slots: sa.Subquery, bucket: Any, names: Sequence[str], first: int, end: int | None
-    ) -> list[dict[str, Any]]:
-        source: Any = slots
-        if bucket is None:
-            source, bucket = self._with_difficulty(slots, first, end)
-        return _folded(conn.execute(_counted(slots, source, bucket)), names)
-
-    def _with_difficulty(self, slots: sa.Subquery, first: int, end: int | None) -> tuple[Any, Any]:
+    def _with_difficulty(self, slots: sa.CTE, first: int, end: int | None) -> tuple[Any, Any]:
         s, c = t.sample.c, slots.c
         rewarded = (s.run_id == self.run.run_id, s.reward.is_not(None), *_between(s, first, end))
         groups = (
@@ -160,25 +155,37 @@ class Survival(Status):
         )  # fmt: skip
         return sa.outerjoin(slots, groups, groups.c.ordinal == c.ordinal), bucket
 
-    def _task_rows(self, conn: sa.Connection, slots: sa.Subquery) -> list[dict[str, Any]]:
-        """The largest kinds of tasks, those without a name, and all others."""
+    def _task_rows(self, conn: sa.Connection, slots: sa.CTE) -> list[dict[str, Any]]:
+        """The largest kinds of tasks, those without a name, and all others. A group has one task, which is read once."""
         g, c = t.prompt_group.c, slots.c
+        by_group = (
+            sa.select(c.ordinal, c.end, *_sums(sa.func.count(), sa.func.sum(c.finished), sa.func.count(c.reward), c.reward))
+            .group_by(c.ordinal, c.end).cte("by_group")
+        )  # fmt: skip
+        b = by_group.c
         task = _task_name(g.task_json, is_sqlite=self._database.is_sqlite)
-        source = sa.join(slots, t.prompt_group, sa.and_(g.run_id == self.run.run_id, g.ordinal == c.ordinal))
-        n = sa.func.count()
-        largest = conn.execute(
-            sa.select(task.label("task"), n).select_from(source).where(task.is_not(None)).group_by(sa.text("1"))
-            .order_by(n.desc(), sa.text("1")).limit(TASKS_SHOWN)
-        ).all()  # fmt: skip
-        shown = [str(row[0]) for row in largest]
-        named = [(task == sa.literal(name), i) for i, name in enumerate(shown)]
-        bucket = sa.case(*named, (task.is_(None), len(shown)), else_=len(shown) + 1)
+        by_task = (
+            sa.select(task.label("task"), b.end, *_sums_of(b))
+            .select_from(sa.join(by_group, t.prompt_group, sa.and_(g.run_id == self.run.run_id, g.ordinal == b.ordinal)))
+            .group_by(sa.text("1"), b.end).cte("by_task")
+        )  # fmt: skip
+        k, size = by_task.c, sa.func.sum(by_task.c.n)
+        largest = (
+            sa.select(k.task, size.label("size")).where(k.task.is_not(None)).group_by(k.task)
+            .order_by(size.desc(), k.task).limit(TASKS_SHOWN).cte("largest")
+        )  # fmt: skip
+        is_named, one = k.task.is_not(None), largest.c
+        rows = conn.execute(
+            sa.select(one.task, one.size, is_named, k.end, *_sums_of(k))
+            .select_from(sa.outerjoin(by_task, largest, one.task == k.task))
+            .group_by(one.task, one.size, is_named, k.end)
+        ).all()
+        shown = [name for _, name in sorted({(-int(row[1]), str(row[0])) for row in rows if row[0] is not None})]
+        place = {name: i for i, name in enumerate(shown)}
         reserved = (UNNAMED, OTHER, UNKNOWN)
         names = [f"{name} (task)" if name in reserved else name for name in shown]
-        return [
-            row for row in _folded(conn.execute(_counted(slots, source, bucket)), [*names, UNNAMED, OTHER])
-            if row["opened"] or row["bucket"] in names
-        ]  # fmt: skip
+        placed = [(place[name] if name is not None else len(shown) + bool(named), *row) for name, _, named, *row in rows]
+        return [row for row in _folded(placed, [*names, UNNAMED, OTHER]) if row["opened"] or row["bucket"] in names]
 
     def _failures_by_kind(self, conn: sa.Connection, first: int, end: int | None) -> list[dict[str, Any]]:
         f = t.failure.c
@@ -258,14 +265,23 @@ def _task_name(task_json: Any, *, is_sqlite: bool) -> Any:
     return sa.case((sa.func.json_valid(task_json) == 1, named))
 
 
-def _counted(slots: sa.Subquery, source: Any, bucket: Any) -> sa.Select:
-    """(bucket, end) with slots, finished ones, ones with a reward, their rewards' sum."""
+def _sums(n: Any, finished: Any, rewarded: Any, reward: Any) -> tuple[Any, ...]:
+    """Slots, finished ones, ones with a reward, their rewards' sum."""
+    reward_sum = sa.func.coalesce(sa.func.sum(reward), 0.0)
+    return n.label("n"), finished.label("finished"), rewarded.label("rewarded"), reward_sum.label("reward_sum")
+
+
+def _sums_of(c: Any) -> tuple[Any, ...]:
+    """Such sums added up."""
+    return _sums(sa.func.sum(c.n), sa.func.sum(c.finished), sa.func.sum(c.rewarded), c.reward_sum)
+
+
+def _counted(name: str, slots: sa.CTE, source: Any, bucket: Any) -> sa.Select:
+    """(name, bucket, end) with the sums of its slots."""
     c = slots.c
-    inner = sa.select(bucket.label("bucket"), c.end, c.finished, c.reward).select_from(source).subquery("placed")
-    return sa.select(
-        inner.c.bucket, inner.c.end, sa.func.count(), sa.func.sum(inner.c.finished), sa.func.count(inner.c.reward),
-        sa.func.coalesce(sa.func.sum(inner.c.reward), 0.0),
-    ).group_by(inner.c.bucket, inner.c.end)  # fmt: skip
+    inner = sa.select(bucket.label("bucket"), c.end, c.finished, c.reward).select_from(source).subquery(f"by_{name}")
+    sums = _sums(sa.func.count(), sa.func.sum(inner.c.finished), sa.func.count(inner.c.reward), inner.c.reward)
+    return sa.select(sa.literal(name), inner.c.bucket, inner.c.end, *sums).group_by(inner.c.bucket, inner.c.end)
 
 
 def _folded(rows: Any, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -61,7 +61,11 @@ class _Json(logging.Formatter):
             out |= {"trace_id": tracing.trace_id(context), "span_id": tracing.span_id(context)}
         if record.exc_info:
             out["exception"] = self.formatException(record.exc_info)
-        return json.dumps(out, default=str)
+        try:
+            return json.dumps(out, default=str, allow_nan=False)
+        except ValueError:  # NaN and infinity are no JSON: readers would refuse the line
+            plain = {k: str(v) if isinstance(v, float | dict | list | tuple) else v for k, v in out.items()}
+            return json.dumps(plain, default=str)
 
 
 def configure(role: str, level: str = "INFO") -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+COMPLETE = "complete"
 SILENT_S = 60.0
 """A worker that has not been heard of for this long does no work, where ``run_status`` does not say after how long its leases go
 back."""
@@ -39,7 +40,7 @@ def _cause(state: Mapping[str, Any]) -> tuple[str, str]:
     steps, breaker = state["steps"], state.get("breaker") or {}
     finished = steps["trained"] + steps["skipped"]
     if steps["configured"] and finished >= steps["configured"] and steps["checkpoint"] >= steps["configured"]:
-        return "complete", "nothing: every step is made and checkpointed"
+        return COMPLETE, "nothing: every step is made and checkpointed"
     if state.get("paused"):
         return "paused", f"an operator: {state['paused']}"
     if breaker.get("state") == "open":

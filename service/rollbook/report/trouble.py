@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollbook.observe.failures import CHECKPOINT, DEATH, WEIGHTS, Failure
+from rollbook.report.standing import COMPLETE, standing
 
 RECENT_S = 60.0
 """A failure that is older has been got over, or is told in other words by now."""
@@ -21,7 +22,12 @@ KINDS = {CHECKPOINT: "checkpoints fail", WEIGHTS: "weights cannot be published o
 
 
 def troubles(state: Mapping[str, Any], now_s: float, failures: Iterable[Failure] = ()) -> list[str]:
-    """``state``: an answer of ``run_status``; ``now_s``: seconds since the epoch; ``failures``: newest first."""
+    """``state``: an answer of ``run_status``; ``now_s``: seconds since the epoch; ``failures``: newest first.
+
+    A run that is complete has none: whatever it met, it got over.
+    """
+    if "steps" in state and standing(state, now_s).state == COMPLETE:
+        return []
     found = _database(state.get("writer") or {}) + _rewards(state.get("breaker") or {}) + _training(state.get("last_step") or {})
     for failure in failures:
         if (age_s := max(0.0, now_s - failure.at_s)) <= RECENT_S:
