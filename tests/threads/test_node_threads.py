@@ -109,30 +109,6 @@ def test_verl_4921_a_kill_for_want_of_memory_is_told_apart(
         assert ("killed for want of memory" in said[0]) is named
 
 
-@pytest.mark.parametrize(
-    ("own", "files", "n"),
-    [
-        ("9:name=systemd:/x\n4:memory:/mine\n0::/", {"memory/mine/memory.oom_control": 2, "memory/memory.oom_control": 9}, 2),
-        ("4:cpu,memory:/above/what/is/mounted", {"memory/memory.oom_control": 5}, 5),
-        ("0::/mine", {"mine/memory.events.local": 1, "mine/memory.events": 4}, 1),
-        ("0::/mine", {"mine/memory.events": 4, "memory.events": 6}, 4),
-        ("0::/above/what/is/mounted", {"memory.events.local": 3}, 3),
-        ("0::/mine", {}, 7),
-        ("", {}, 7),
-    ],
-)
-def test_a_sandbox_that_met_its_memory_limit_is_not_taken_for_a_worker_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, int], n: int
-) -> None:
-    for name, count in (files | {"vmstat": 7}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {count}\n")
-    (tmp_path / "own").write_text(own)
-    for name, path in (("CGROUPS", tmp_path), ("OWN_CGROUP", tmp_path / "own"), ("VMSTAT", tmp_path / "vmstat")):
-        monkeypatch.setattr(memory, name, path)
-    assert memory.oom_kills() == n
-
-
 def test_trl_3408_workers_go_on_with_the_learner_that_replaces_a_dead_one(bench: Bench) -> None:
     """After a crash of the trainer the generation server could not be used any more."""
     s = bench.scene(groups_per_step=1)
