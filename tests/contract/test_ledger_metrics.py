@@ -23,7 +23,7 @@ from rollbook.cli.showing import shown_metrics
 from rollbook.core.config import load_config
 from rollbook.core.errors import ConfigError, Unavailable
 from rollbook.core.records import Blame, FailureReport, RewardStatus
-from rollbook.observe import ledger_metrics, pages
+from rollbook.observe import exporter, ledger_metrics, pages
 from rollbook.observe.exporter import MetricsPage
 from rollbook.observe.ledger_metrics import LedgerCollector
 from rollbook.observe.metric_table import BY_NAME
@@ -202,6 +202,22 @@ def test_a_page_whose_port_is_taken_moves_to_a_free_one_and_is_announced(tmp_pat
             with urllib.request.urlopen(f"http://{target.address}/sd", timeout=30) as answer:
                 assert json.load(answer)[0]["targets"] == ["here"]
     assert announced(Path(config.run.dir)) == []
+
+
+@pytest.mark.parametrize("port", [0, 9])
+def test_a_process_that_can_open_no_page_goes_on_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(exporter, "_Server", refused)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    config, went_on = load_config(tmp_path / "run.toml", [f"run.metrics_port={port}"]), False
+    with shown_metrics(config, "ledger", "ledger", 0):
+        went_on = True
+        assert announced(Path(config.run.dir)) == []
+    assert went_on
 
 
 def test_a_ledger_server_shows_its_metrics_where_the_configuration_says_and_stops_with_it(tmp_path: Path) -> None:

@@ -291,10 +291,10 @@ def test_a_json_line_says_when_what_who_and_in_which_trace() -> None:
 
 
 def test_a_line_with_a_number_that_json_lacks_is_still_json() -> None:
-    extra = "{'loss': float('nan'), 'n': 2, 'parts': {'a': float('inf')}}"
+    extra = "{'loss': float('nan'), 'lr': 0.5, 'fine': {'b': 1.5}, 'parts': {'a': float('inf')}}"
     (line,) = _lines(f"logs.use_format('json'); log.info('said', extra={extra})")
     found = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert (found["loss"], found["n"], found["parts"]) == ("nan", 2, "{'a': inf}")
+    assert (found["loss"], found["lr"], found["fine"], found["parts"]) == ("nan", 0.5, {"b": 1.5}, "{'a': inf}")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """What a role process shows of itself over HTTP while it lives: its metrics page, announced in the run directory.
 
 Owns which port that is and what a ledger server's page knows beside its ledger. Never counts anything (``observe``). A port that
-is taken costs neither the role nor the page, which moves to a free one: ``/sd`` and the run directory tell where it is.
+is taken costs neither the role nor, where a free one is to be had, the page: the run directory tells where it has moved. A ledger
+server's ``/sd`` moves with its page.
 """
 
 from __future__ import annotations
@@ -64,11 +65,10 @@ def shown_metrics(
     expose(role, config_sha=config.digest()[:16], version=_version())
     _show_devices(role)
     setting = "ledger.metrics_port" if role == "ledger" and config.ledger.metrics_port else "run.metrics_port"
-    try:
-        page = MetricsPage(port, REGISTRY, targets=find_targets, setting=setting)
-    except ConfigError as error:
-        log.error("metrics are shown on a free port: %s", error, extra={"event": "metrics_moved"})
-        page = MetricsPage(0, REGISTRY, targets=find_targets, setting=setting)
+    page = _page(port, find_targets, setting)
+    if page is None:
+        yield
+        return
     target = targets.Target(name, role, socket.gethostname(), f"{LOOPBACK}:{page.port}", incarnation())
     targets.announce(config.run.dir, target)
     log.info("metrics", extra={"event": "metrics_served", "port": page.port})
@@ -77,6 +77,18 @@ def shown_metrics(
     finally:
         targets.withdraw(config.run.dir, target)
         page.close()
+
+
+def _page(port: int, find_targets: Callable[[], Sequence[dict[str, Any]]] | None, setting: str) -> MetricsPage | None:
+    """The page at this port, else at a free one, else none."""
+    for wanted in dict.fromkeys((port, 0)):
+        try:
+            page = MetricsPage(wanted, REGISTRY, targets=find_targets, setting=setting)
+        except ConfigError as error:
+            log.error("no metrics are shown there: %s", error, extra={"event": "metrics_unserved"})
+        else:
+            return page
+    return None
 
 
 @contextmanager

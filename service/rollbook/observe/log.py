@@ -64,8 +64,15 @@ class _Json(logging.Formatter):
         try:
             return json.dumps(out, default=str, allow_nan=False)
         except ValueError:  # NaN and infinity are no JSON: readers would refuse the line
-            plain = {k: str(v) if isinstance(v, float | dict | list | tuple) else v for k, v in out.items()}
-            return json.dumps(plain, default=str)
+            return json.dumps({key: value if _is_json(value) else str(value) for key, value in out.items()}, default=str)
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, default=str, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def configure(role: str, level: str = "INFO") -> None:

@@ -201,7 +201,7 @@ class Supervisor:
         for child in self.children:
             child.process = running.pop(child.name, None)
             if child.process is not None:
-                child.restart_at, child.log_offset = None, logs.size(child.log)
+                child.restart_at, child.log_offset, child.oom_kills = None, logs.size(child.log), oom_kills()
         for name, process in running.items():
             self._emit(f"ending {name}, which the configuration does not name")
             process.kill()
