@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from rollbook.ledger.ledger import Ledger
 
 OFF = -1
+SINGLE = ("ledger", "feeder", "learner")
+"""Roles whose ports come first, one each."""
 ENV_CHARS_MAX = 64
 
 log = logging.getLogger(__name__)
@@ -39,10 +41,10 @@ log = logging.getLogger(__name__)
 def place_of(config: Config, role: str, index: int) -> int:
     """Position of a process among the ports of its run: ledger, feeder, learner, the workers, then standbys."""
     if role == "worker":
-        return 3 + index
+        return len(SINGLE) + index
     if index:
-        return 2 + sum(kind.count for kind in config.workers) + index
-    return ("ledger", "feeder", "learner").index(role)
+        return len(SINGLE) - 1 + sum(kind.count for kind in config.workers) + index
+    return SINGLE.index(role)
 
 
 def metrics_port(config: Config, role: str, index: int) -> int:
@@ -85,7 +87,7 @@ def _page(port: int, find_targets: Callable[[], Sequence[dict[str, Any]]] | None
         try:
             page = MetricsPage(wanted, REGISTRY, targets=find_targets, setting=setting)
         except ConfigError as error:
-            log.error("no metrics are shown there: %s", error, extra={"event": "metrics_unserved"})
+            log.error("no metrics are shown there: %s", error, extra={"event": "metrics_unserved", "port": wanted})
         else:
             return page
     return None
@@ -116,7 +118,7 @@ def shown_ledger(config: Config, ledger: Ledger, index: int) -> Iterator[None]:
 
 def silence_s(config: Config) -> float:
     """How long a worker may be silent before it counts as gone."""
-    return 3 * config.ledger.heartbeat_s + 5.0
+    return config.ledger.heartbeat_s * 3 + 5.0
 
 
 def surroundings(config: Config, ledger: Ledger) -> Surroundings:

@@ -1,7 +1,7 @@
 """Who was dropped on the way to training: every opened slot, counted by what it was and by what became of it.
 
-Owns the verb ``survival``. Never writes, and never moves rows to Python: each dimension is one aggregate, in one snapshot, and
-its answer has a bounded size. Upholds P7: over the buckets of each dimension every opened slot is counted exactly once, also
+Owns the verb ``survival``. Never writes, and never moves rows to Python: dimensions are aggregates, in one snapshot, and
+their answer has a bounded size. Upholds P7: over the buckets of each dimension every opened slot is counted exactly once, also
 one that failed, expired, or was cancelled with its group. What the counts mean is ``core.survival``'s.
 
 A slot's length and duration are its sample's; without a sample, the largest that one of its failed attempts reached; without
@@ -156,11 +156,10 @@ class Survival(Status):
         return sa.outerjoin(slots, groups, groups.c.ordinal == c.ordinal), bucket
 
     def _task_rows(self, conn: sa.Connection, slots: sa.CTE) -> list[dict[str, Any]]:
-        """The largest kinds of tasks, those without a name, and all others. A group has one task, which is read once."""
+        """The largest kinds of tasks, those without a name, and all others. Slots are added up before the task is read."""
         g, c = t.prompt_group.c, slots.c
         by_group = (
-            sa.select(c.ordinal, c.end, *_sums(sa.func.count(), sa.func.sum(c.finished), sa.func.count(c.reward), c.reward))
-            .group_by(c.ordinal, c.end).cte("by_group")
+            sa.select(c.ordinal, c.end, *_sums_of_slots(c)).group_by(c.ordinal, c.end).cte("by_group")
         )  # fmt: skip
         b = by_group.c
         task = _task_name(g.task_json, is_sqlite=self._database.is_sqlite)
@@ -271,6 +270,10 @@ def _sums(n: Any, finished: Any, rewarded: Any, reward: Any) -> tuple[Any, ...]:
     return n.label("n"), finished.label("finished"), rewarded.label("rewarded"), reward_sum.label("reward_sum")
 
 
+def _sums_of_slots(c: Any) -> tuple[Any, ...]:
+    return _sums(sa.func.count(), sa.func.sum(c.finished), sa.func.count(c.reward), c.reward)
+
+
 def _sums_of(c: Any) -> tuple[Any, ...]:
     """Such sums added up."""
     return _sums(sa.func.sum(c.n), sa.func.sum(c.finished), sa.func.sum(c.rewarded), c.reward_sum)
@@ -280,8 +283,9 @@ def _counted(name: str, slots: sa.CTE, source: Any, bucket: Any) -> sa.Select:
     """(name, bucket, end) with the sums of its slots."""
     c = slots.c
     inner = sa.select(bucket.label("bucket"), c.end, c.finished, c.reward).select_from(source).subquery(f"by_{name}")
-    sums = _sums(sa.func.count(), sa.func.sum(inner.c.finished), sa.func.count(inner.c.reward), inner.c.reward)
-    return sa.select(sa.literal(name), inner.c.bucket, inner.c.end, *sums).group_by(inner.c.bucket, inner.c.end)
+    return sa.select(sa.literal(name), inner.c.bucket, inner.c.end, *_sums_of_slots(inner.c)).group_by(
+        inner.c.bucket, inner.c.end
+    )
 
 
 def _folded(rows: Any, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """How often the kernel has killed a process here for want of memory: what a bare SIGKILL does not say.
 
 Owns where that is counted. Never frees anything. Sandboxes have control groups of their own, in which such kills belong to the
-day's work; so this group's own count goes first, and those that hold the groups below as well only where it is missing.
+day's work; so this group's own count goes first, and one that holds the groups below as well only where it is missing.
 Source: the kernel's admin-guide, cgroup-v1/memory (memory.oom_control) and cgroup-v2 (memory.events.local).
 """
 
@@ -24,14 +24,26 @@ def oom_kills() -> int:
 
 
 def _counters() -> Iterator[Path]:
-    """Where groups may count, the narrowest first. In a container the path of a group may begin above what is mounted."""
-    parts = [line.split(":", 2) for line in _lines(OWN_CGROUP)]
-    own = {part[1]: part[2].lstrip("/") for part in parts if len(part) == 3}
-    v1 = next((path for controllers, path in own.items() if "memory" in controllers.split(",")), None)
-    if v1 is not None:
-        yield from (CGROUPS / "memory" / at / "memory.oom_control" for at in (v1, ""))
-    for name in ("memory.events.local", "memory.events"):
-        yield from (CGROUPS / at / name for at in (own.get("", ""), ""))
+    """Where groups may count: this process's first, then those above it, which count where it has no count of its own."""
+    for line in _lines(OWN_CGROUP):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        names: tuple[str, ...]
+        if "memory" in controllers.split(","):
+            root, names = CGROUPS / "memory", ("memory.oom_control",)
+        elif not controllers:
+            root, names = CGROUPS, ("memory.events.local", "memory.events")
+        else:
+            continue
+        at = _group(root, path)
+        for group in (at, *at.parents[: len(at.relative_to(root).parts)]):
+            yield from (group / name for name in names)
+
+
+def _group(root: Path, path: str) -> Path:
+    """Directory of a group. In a container its path may begin above what is mounted at ``root``."""
+    parts = Path(path.lstrip("/")).parts
+    return next((found for i in range(len(parts)) if (found := root.joinpath(*parts[i:])).is_dir()), root)
 
 
 def _lines(file: Path) -> list[str]:
