@@ -283,6 +283,16 @@ def test_tasks_are_counted_by_kind_whatever_a_task_holds(bench: Bench) -> None:
     assert sum(kinds.values()) == 16
 
 
+def test_a_task_name_that_is_no_text_is_counted_like_any_other(bench: Bench) -> None:
+    s = bench.scene(max_lag_versions=20)
+    feed_tasks(s, '{"task": "\\ud800"}', '{"task": "\\udfff!"}', '{"task": "x"}')
+    s.fill()
+    kinds = {name: row["opened"] for name, row in by_bucket(checked(bench, s), "task").items()}
+    assert kinds.pop("x") == 2 and sum(kinds.values()) == 4
+    figures = s.ledger.reading()["figures"]
+    assert figures["slots"] == 6
+
+
 def test_the_number_of_kinds_of_tasks_is_bounded(bench: Bench) -> None:
     s = bench.scene(max_lag_versions=40)
     feed_tasks(s, *[json.dumps({"task_id": f"t{i % 20}" + "x" * 100}) for i in range(TASKS_SHOWN + 8)])

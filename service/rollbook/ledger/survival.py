@@ -179,10 +179,11 @@ class Survival(Status):
             .select_from(sa.outerjoin(by_task, largest, one.task == k.task))
             .group_by(one.task, one.size, is_named, k.end)
         ).all()
-        shown = [name for _, name in sorted({(-int(row[1]), str(row[0])) for row in rows if row[0] is not None})]
+        shown = [name for _, name in sorted({(-int(row[1]), row[0]) for row in rows if row[0] is not None})]
         place = {name: i for i, name in enumerate(shown)}
         reserved = (UNNAMED, OTHER, UNKNOWN)
-        names = [f"{name} (task)" if name in reserved else name for name in shown]
+        texts = [name.decode(errors="replace") if isinstance(name, bytes) else name for name in shown]
+        names = [f"{text} (task)" if text in reserved else text for text in texts]
         placed = [(place[name] if name is not None else len(shown) + bool(named), *row) for name, _, named, *row in rows]
         return [row for row in _folded(placed, [*names, UNNAMED, OTHER]) if row["opened"] or row["bucket"] in names]
 
@@ -250,8 +251,9 @@ def _is_unsafe(labels_json: str) -> bool:
 def _task_name(task_json: Any, *, is_sqlite: bool) -> Any:
     """Text of the first of ``TASK_KEYS`` in a task, else NULL. Whatever the task holds, reading it raises nothing.
 
-    SQLite reads JSON. PostgreSQL before 16 cannot tell whether a text is JSON before it fails on it, so there the key is searched
-    for in the text, where it may also stand deeper than at the top.
+    SQLite reads JSON, and answers with bytes: half of a surrogate pair, which JSON can write, is no text. PostgreSQL before 16
+    cannot tell whether a text is JSON before it fails on it, so there the key is searched for in the text, where it may also
+    stand deeper than at the top.
     """
     if not is_sqlite:
         found = [sa.func.substring(task_json, rf'"{key}":\s*"([^"\\]{{1,{TASK_CHARS_MAX}}})') for key in TASK_KEYS]
@@ -261,7 +263,7 @@ def _task_name(task_json: Any, *, is_sqlite: bool) -> Any:
         for at in (f"$.{key}" for key in TASK_KEYS)
     ]
     named = sa.func.substr(sa.func.coalesce(*read), 1, TASK_CHARS_MAX)
-    return sa.case((sa.func.json_valid(task_json) == 1, named))
+    return sa.cast(sa.case((sa.func.json_valid(task_json) == 1, named)), sa.LargeBinary)
 
 
 def _sums(n: Any, finished: Any, rewarded: Any, reward: Any) -> tuple[Any, ...]:
