@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from test_ledger_metrics import EMPTY, READING
 
@@ -22,6 +22,7 @@ from rollbook.observe import devices, metrics, targets, tracing
 from rollbook.observe.counted import CountedHistogram
 from rollbook.observe.devices import DeviceClock, GpuCollector
 from rollbook.observe.engine_metrics import EngineCollector
+from rollbook.observe.exporter import encoder
 from rollbook.observe.ledger_metrics import LedgerCollector, Surroundings
 from rollbook.observe.metric_table import BY_NAME, EVERY, SPECS, UNITS, Kind, table_text
 from rollbook.observe.targets import Target
@@ -234,6 +235,21 @@ def test_an_engines_own_metrics_stand_beside_ours_and_nothing_stands_there_witho
     assert generate_latest(ours) == b""
     Counter("vllm:prompt_tokens", "Prompt tokens.", registry=theirs).inc(3)
     assert ours.get_sample_value("vllm:prompt_tokens_total") == 3
+
+
+@pytest.mark.parametrize("accept", [
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5",
+    "application/openmetrics-text", "application/openmetrics-text;version=1.0.0;escaping=underscores",
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8", "text/plain;version=1.0.0;escaping=underscores", "",
+])  # fmt: skip
+def test_a_name_with_a_colon_is_what_it_is_whatever_a_scraper_accepts(accept: str) -> None:
+    registry = CollectorRegistry()
+    Gauge("vllm:num_requests_running", "Requests.", ["engine"], registry=registry).labels("0").set(3)
+    encode, content_type = encoder(accept)
+    assert encode(registry).decode().splitlines()[1:3] == [
+        "# TYPE vllm:num_requests_running gauge", 'vllm:num_requests_running{engine="0"} 3.0'
+    ]
+    assert content_type.startswith(accept.partition(";")[0] or "text/plain")
 
 
 def test_only_the_living_of_this_machine_are_listed_and_who_ends_leaves(tmp_path: Path) -> None:

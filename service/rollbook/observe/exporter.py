@@ -19,6 +19,8 @@ from rollbook.observe.metrics import TELEMETRY_DROPPED_TOTAL
 from rollbook.observe.pages import LOOPBACK, PageHandler, PageServer
 
 Targets = Callable[[], Sequence[dict[str, Any]]]
+_OPENMETRICS = "application/openmetrics-text"
+_AS_IT_IS = f"{_OPENMETRICS};version=1.0.0;escaping=allow-utf-8"
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,16 @@ class MetricsPage:
         self._server.close()
 
 
+def encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """What turns the registry into the answer to this ``Accept``, and the answer's type: text, or OpenMetrics 1.0.0.
+
+    Every name here is legal as it is, so the client library is kept from escaping: in OpenMetrics it then writes the samples of
+    ``vllm:x`` as ``vllm_x`` (prometheus/client_python#1177).
+    """
+    chosen = choose_encoder(accept)
+    return choose_encoder(_AS_IT_IS) if chosen[1].startswith(_OPENMETRICS) else chosen
+
+
 class _Server(PageServer):
     registry: CollectorRegistry
     targets: Targets | None
@@ -58,7 +70,7 @@ class _Handler(PageHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+            encode, content_type = encoder(self.headers.get("Accept", ""))
             try:
                 body = encode(self.server.registry)
             except Exception:  # boundary of the page: who looks is told, and the log says why
