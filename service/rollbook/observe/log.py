@@ -37,9 +37,14 @@ class _Handler(logging.StreamHandler):
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        extra = {k: v for k, v in record.__dict__.items() if k not in _STANDARD}
+        extra = _fields(record)
         line = super().format(record)
         return line + ("  " + " ".join(f"{k}={_plain(v)}" for k, v in extra.items()) if extra else "")
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    """What ``extra`` has given; names that begin with an underscore are a library's own, as Ray's is on every record."""
+    return {k: v for k, v in record.__dict__.items() if k not in _STANDARD and not k.startswith("_")}
 
 
 def _plain(value: object) -> str:
@@ -54,7 +59,7 @@ class _Json(logging.Formatter):
         out: dict[str, object] = {"ts": at, "level": record.levelname.lower(), "event": "", "message": record.getMessage()}
         out["logger"] = record.name
         out.update(_bound)
-        out.update({k: v for k, v in record.__dict__.items() if k not in _STANDARD})
+        out.update(_fields(record))
         if not out["event"]:
             del out["event"]
         if context := tracing.current():
