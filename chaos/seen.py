@@ -226,6 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     names = ["each", *(fault.name for fault in EIGHT)]
     parser.add_argument("--fault", choices=names, action="append", help="may be given several times; default: each")
     parser.add_argument("--recovery", action="store_true", help="record a run whose roles are killed")
+    parser.add_argument("--recording", type=Path, metavar="FILE", help="where --recovery keeps the run, a gzip file")
     parser.add_argument("--factor", type=float, default=30.0, help="how much faster than in operation the rules run")
     parser.add_argument("--calm-s", type=float, default=45.0, help="healthy seconds before the first fault")
     parser.add_argument("--dir", default="", help="where the run is; default: a temporary directory")
@@ -246,10 +247,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     if args.recovery:
-        from drills.recovery import record
+        from drills.recovery import FILE, record
 
         with watched(args, 1.0, False) as made:
-            return record(made)
+            return record(made, file=args.recording or FILE)
     return see(args)
 
 

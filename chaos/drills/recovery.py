@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drills.faults import kill
@@ -27,8 +28,8 @@ BYTES_MAX = 1_500_000
 SELECTORS = ('{job="rollbook",__name__!~"ALERTS.*"}', '{__name__=~"run:.+"}', '{__name__="ALERTS"}')
 
 
-def record(made: Watched, kills: Iterable[str] = KILLED) -> int:
-    """Kill, look at every query of every dashboard, keep the samples. Returns an exit code."""
+def record(made: Watched, kills: Iterable[str] = KILLED, file: Path = FILE) -> int:
+    """Kill, look at every query of every dashboard, keep the samples in ``file``. Returns an exit code."""
     began, chance = time.time(), random.Random(made.run.config.run.seed)
     _let_be(made, CALM_S)
     for role in kills:
@@ -51,10 +52,10 @@ def record(made: Watched, kills: Iterable[str] = KILLED) -> int:
         raise SystemExit(str(error)) from None
     print("alerts that fired: " + (", ".join(sorted(one["metric"]["alertname"] for one in fired)) or "none"))
     lines = thinned(recorded_lines(made.screens.url, SELECTORS, int(end - began), end))
-    with gzip.GzipFile(FILE, "wb", mtime=0) as out:
+    with gzip.GzipFile(file, "wb", mtime=0) as out:
         out.writelines(line.encode() for line in lines)
-    print(f"{FILE.name}: {FILE.stat().st_size:,} bytes, {end - began:.0f} s that end at {end:.0f}")
-    return int(bool(found.bad) or FILE.stat().st_size > BYTES_MAX)
+    print(f"{file.name}: {file.stat().st_size:,} bytes, {end - began:.0f} s that end at {end:.0f}")
+    return int(bool(found.bad) or file.stat().st_size > BYTES_MAX)
 
 
 def _killed(made: Watched, role: str, chance: random.Random) -> bool:
