@@ -242,6 +242,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.table:
         TABLE.write_text(table(json.loads(RESULTS.read_text())))
         return 0
+    if args.recording and not (args.recovery and args.recording.parent.is_dir()):
+        parser.error(f"--recording {args.recording} belongs to --recovery and to a folder that exists")
     if not is_installed():
         print("seen: Prometheus is not installed (Debian package prometheus)", file=sys.stderr)
         return 2

@@ -171,7 +171,7 @@ class Bench:
             "driver": next((e["driver"] for e in placements.newest(self.dir).values() if e["driver"]), ""),
             "first_rollout_s": round(first_rollout - killed_at, 1) if first_rollout else None,
             "first_step_s": next((round(at - killed_at, 1) for at, _ in steps if first_rollout and at > first_rollout), None),
-            "output": self.output().splitlines(),
+            "output": [line for line in self.output().splitlines() if "\x1b" not in line],  # Ray's own are coloured
         }  # fmt: skip
         return found | {"wrong": self._wrong(found)}
 

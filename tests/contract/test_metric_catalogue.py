@@ -6,6 +6,7 @@ import itertools
 import re
 import shutil
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from rollbook.observe import devices, metrics, targets, tracing
 from rollbook.observe.counted import CountedHistogram
 from rollbook.observe.devices import DeviceClock, GpuCollector
 from rollbook.observe.engine_metrics import EngineCollector
-from rollbook.observe.exporter import encoder
+from rollbook.observe.exporter import MetricsPage
 from rollbook.observe.ledger_metrics import LedgerCollector, Surroundings
 from rollbook.observe.metric_table import BY_NAME, EVERY, SPECS, UNITS, Kind, table_text
 from rollbook.observe.targets import Target
@@ -237,19 +238,28 @@ def test_an_engines_own_metrics_stand_beside_ours_and_nothing_stands_there_witho
     assert ours.get_sample_value("vllm:prompt_tokens_total") == 3
 
 
-@pytest.mark.parametrize("accept", [
-    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5",
-    "application/openmetrics-text", "application/openmetrics-text;version=1.0.0;escaping=underscores",
-    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8", "text/plain;version=1.0.0;escaping=underscores", "",
+OPENMETRICS = "application/openmetrics-text"
+
+
+@pytest.mark.parametrize(("accept", "form"), [
+    (f"{OPENMETRICS};version=1.0.0,{OPENMETRICS};version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", OPENMETRICS),
+    (OPENMETRICS, OPENMETRICS), (f"{OPENMETRICS};version=1.0.0;escaping=allow-utf-8", OPENMETRICS),
+    *((f"{OPENMETRICS};version=1.0.0;escaping={how}", OPENMETRICS) for how in ("underscores", "dots", "values")),
+    *((f"text/plain;version=1.0.0;escaping={how}", "text/plain") for how in ("underscores", "dots", "values", "allow-utf-8")),
+    ("", "text/plain"), (f'{OPENMETRICS};version="1.0.0"', "text/plain"), (f"{OPENMETRICS};version=new", "text/plain"),
 ])  # fmt: skip
-def test_a_name_with_a_colon_is_what_it_is_whatever_a_scraper_accepts(accept: str) -> None:
+def test_a_name_with_a_colon_is_sent_as_it_is_whatever_a_scraper_accepts(accept: str, form: str) -> None:
     registry = CollectorRegistry()
     Gauge("vllm:num_requests_running", "Requests.", ["engine"], registry=registry).labels("0").set(3)
-    encode, content_type = encoder(accept)
-    assert encode(registry).decode().splitlines()[1:3] == [
-        "# TYPE vllm:num_requests_running gauge", 'vllm:num_requests_running{engine="0"} 3.0'
-    ]
-    assert content_type.startswith(accept.partition(";")[0] or "text/plain")
+    page = MetricsPage(0, registry)
+    try:
+        request = urllib.request.Request(f"http://127.0.0.1:{page.port}/metrics", headers={"Accept": accept})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            lines, content_type = answer.read().decode().splitlines(), answer.headers["Content-Type"]
+    finally:
+        page.close()
+    assert lines[1:3] == ["# TYPE vllm:num_requests_running gauge", 'vllm:num_requests_running{engine="0"} 3.0']
+    assert content_type.startswith(form) and (lines[-1] == "# EOF") == (form == OPENMETRICS)
 
 
 def test_only_the_living_of_this_machine_are_listed_and_who_ends_leaves(tmp_path: Path) -> None:

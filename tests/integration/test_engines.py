@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ from rollbook.core.ports import Engine, Generation, GenerationRequest, SamplingS
 from rollbook.core.records import FinishReason, PolicyVersion, SlotKey
 from rollbook.core.weights import safetensors_digest
 from rollbook.learner.model import load_policy
+from rollbook.observe import metrics
+from rollbook.observe.engine_metrics import EngineCollector
 from rollbook.rollout.engines import make_engine
 from rollbook.rollout.model_files import read_model_files
 from rollbook.rollout.probe import check_probe, load_verified
@@ -99,7 +102,8 @@ def engine_named(name: str, built: dict[str, Engine], run_dir: Path) -> Engine:
         pytest.importorskip("vllm", reason="vLLM is not installed: pip install rollbook[cpu]")
     if name not in built:
         config = worker_config(run_dir, workers=[kinds[name]])
-        built[name] = make_engine(config, config.workers[0])
+        with patch.object(metrics, "is_shown", lambda role: True):  # vLLM counts for itself then
+            built[name] = make_engine(config, config.workers[0])
     return built[name]
 
 
@@ -371,6 +375,19 @@ def test_vllm_refuses_temperatures_it_would_raise(built: dict[str, Engine], vers
     with pytest.raises(UnsupportedSampling, match="0.01"):
         engine.generate(make_requests(1, 1), SamplingSettings(0.0099, 4))
     assert len(engine.generate(make_requests(1, 1), SamplingSettings(0.01, 4))) == 1
+
+
+def test_vllms_own_metrics_call_the_model_by_its_name_and_not_by_its_place(
+    built: dict[str, Engine], versions: list[Path], tmp_path: Path
+) -> None:
+    engine = engine_named("vllm", built, tmp_path)
+    engine.load(str(versions[0]), 0)
+    engine.generate(make_requests(2, 2), AT_08)
+    found = {sample.name: sample for family in EngineCollector().collect() for sample in family.samples}
+    assert found["vllm:generation_tokens_total"].value > 0
+    assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= set(found)
+    assert {sample.labels.get("model_name", SORT_DIGITS.name) for sample in found.values()} == {SORT_DIGITS.name}
+    assert not [sample for sample in found.values() if any("/" in value for value in sample.labels.values())]
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape", "cut", "none"])

@@ -20,7 +20,7 @@ from rollbook.observe.pages import LOOPBACK, PageHandler, PageServer
 
 Targets = Callable[[], Sequence[dict[str, Any]]]
 _OPENMETRICS = "application/openmetrics-text"
-_AS_IT_IS = f"{_OPENMETRICS};version=1.0.0;escaping=allow-utf-8"
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +47,18 @@ class MetricsPage:
 
 
 def encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """What turns the registry into the answer to this ``Accept``, and the answer's type: text, or OpenMetrics 1.0.0.
+    """What turns the registry into the answer to this ``Accept``, and its type: text, or OpenMetrics 1.0.0 for who asks for it.
 
-    Every name here is legal as it is, so the client library is kept from escaping: in OpenMetrics it then writes the samples of
-    ``vllm:x`` as ``vllm_x`` (prometheus/client_python#1177).
+    Names are sent as they are, whatever escaping is asked for. Ours and an engine's are legal in both formats, and the client
+    library, where it escapes, writes the samples of ``vllm:x`` as ``vllm_x`` (prometheus/client_python#1177).
     """
-    chosen = choose_encoder(accept)
-    return choose_encoder(_AS_IT_IS) if chosen[1].startswith(_OPENMETRICS) else chosen
+    try:
+        wants_openmetrics = choose_encoder(accept)[1].startswith(_OPENMETRICS)
+    except (TypeError, ValueError):  # of a version that is none
+        wants_openmetrics = False
+    form = _OPENMETRICS if wants_openmetrics else "text/plain"
+    encode, content_type = choose_encoder(f"{form};version=1.0.0;escaping=allow-utf-8")
+    return encode, content_type if wants_openmetrics else _TEXT
 
 
 class _Server(PageServer):

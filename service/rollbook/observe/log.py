@@ -3,7 +3,8 @@
 Owns the formats. Never decides levels per module and never knows a secret: what is logged are events and ids. Every record may
 carry ``extra={"event": ..., ...}``; events are stable snake_case names. JSON has ``ts`` (RFC 3339, UTC), ``level``, ``event``,
 ``message``, ``logger``, then what the process is (``run``, ``component``, ``worker``, ``policy_version``; see ``bind``), the
-``extra`` fields of the record, and ``trace_id`` and ``span_id`` where it was written inside a span.
+``extra`` fields of the record, and ``trace_id`` and ``span_id`` where it was written inside a span. A field whose name begins
+with an underscore is a library's and is left out.
 
 ``ROLLBOOK_LOG`` (``json``, ``text``) decides; else ``run.log_format``, whose JSON is not for a terminal.
 """

@@ -96,7 +96,8 @@ class VllmEngine:
         }  # fmt: skip
         if worker.device == "cuda":
             self._settings["gpu_memory_utilization"] = worker.gpu_memory_fraction
-        counting = {"disable_log_stats": not metrics.is_shown("worker")}  # its own metrics cost time, and change no number
+        # Its own metrics cost time and change no number; they call the model by its name and not by its place.
+        counting = {"disable_log_stats": not metrics.is_shown("worker"), "served_model_name": files.path.name}
         self._llm = vllm.LLM(model=str(files.path), **(self._settings | counting))
         self._llm.llm_engine.step = _marking(self._llm.llm_engine.step)
         self._params = vllm.SamplingParams
