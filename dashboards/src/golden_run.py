@@ -185,7 +185,7 @@ def _histogram(made: Recorder, full: str, labels: dict[str, str], own: Mapping[s
     name, at = full.removeprefix("rollbook_"), moment.at
     often, typical = 4.0 * STEP_S * moment.pace(name), _about(TYPICAL, name, own, 0.5)
     if name == "recovery_duration_seconds":
-        took = {"actor": (WORKER_DIES_S, WORKER_AWAY_S), "controller": (LEDGER_DIES_S, LEDGER_AWAY_S),
+        took = {"actor": (WORKER_DIES_S, WORKER_AWAY_S), "ledger": (LEDGER_DIES_S, LEDGER_AWAY_S),
                 "learner": (LEARNER_DIES_S, LEARNER_AWAY_S)}.get(own["component"], (-2, 1))  # fmt: skip
         often, typical = float(at == sum(took)), float(took[1])
     if name == "offpolicy_importance_ratio":

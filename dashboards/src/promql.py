@@ -36,10 +36,15 @@ def increase(name: str, *matchers: str, by: str = "", window: str = WINDOW) -> s
     return f"sum{_by(by)} (increase({of(name, *matchers)}[{window}]))"
 
 
-def counted_once(name: str, *matchers: str, by: str = "", window: str = WINDOW) -> str:
-    """How many in a window, where a new process begins with the event: a series that was not there before counts whole."""
-    it = of(name, *matchers)
-    return f"sum{_by(by)} ((max_over_time({it}[{window}]) unless {it} offset {window}) or increase({it}[{window}]))"
+def observed_once(name: str, *matchers: str, by: str = "", window: str = WINDOW) -> str:
+    """How many processes observed a histogram's event in a window, which each does once in its life.
+
+    A series that was not there before counts whole. A process that came to the address of another has the same count again: its
+    sum differs, and where the 0 in between was scraped, that is a reset and no event.
+    """
+    count, total = of(f"{name}_count", *matchers), of(f"{name}_sum", *matchers)
+    new = f"max_over_time({count}[{window}]) unless {count} offset {window}"
+    return f"sum{_by(by)} (({new}) or (changes({total}[{window}]) - resets({count}[{window}])))"
 
 
 def share(part: str, whole: str) -> str:

@@ -6,7 +6,7 @@ Owns which questions are asked and how their answers are drawn. Never lays anyth
 from __future__ import annotations
 
 from panel_kit import BYTES, BYTES_RATE, COUNT, RATE, RATIO, SECONDS, Note, Panel
-from promql import age, counted_once, increase, mean, newest, of, over, quantile, rate, share, total
+from promql import age, increase, mean, newest, observed_once, of, over, quantile, rate, share, total
 
 ALL_GPU = rate("gpu_seconds_total")
 SYNC_BYTES = rate("weight_sync_bytes_total", by="transport")
@@ -120,7 +120,7 @@ RECOVERY = (
           COUNT,
           "Leases taken back and writes refused.", "expired without requeued.", "WorkerFlapping", width=8, bars=True,
           stacked=True),
-    Panel("Recoveries ended", ((counted_once("recovery_duration_seconds_count", by="component"), "{{component}}"),), COUNT,
+    Panel("Recoveries ended", ((observed_once("recovery_duration_seconds", by="component"), "{{component}}"),), COUNT,
           "Works again, when it did.", "fewer than faults.", "RecoverySlow", width=8, bars=True, stacked=True),
     Panel("Workers", ((total("workers", by="state"), "{{state}}"), (total("workers_desired"), "desired")), COUNT, "By state.",
           "ready stays below desired.", "WorkersBelowQuorum", width=8),
@@ -140,7 +140,7 @@ NOTES = (
          "{{pool}}: {{reason}}", "red"),
     Note("New term", f"changes({newest('controller_fencing_epoch', by='run')}[30s:5s]) > 0", "another ledger server leads",
         "orange"),
-    Note("Recovered", f"{counted_once('recovery_duration_seconds_count', by='component', window='30s')} > 0", "{{component}}",
+    Note("Recovered", f"{observed_once('recovery_duration_seconds', by='component', window='30s')} > 0", "{{component}}",
         "green"),
     Note("Checkpoint", f"changes({newest('checkpoint_last_success_timestamp_seconds', by='run')}[30s:5s]) > 0", "committed",
         "blue", enabled=False),
