@@ -188,7 +188,10 @@ def _kill_node(run: Run, node: Node) -> Fault | None:
 def _kill_database(run: Run) -> Fault | None:
     if run.server is None:
         return None
-    fault = Fault("database", "sigkill", may_cost=(("ledger", ENDS_ITSELF),))
+    cost: tuple[tuple[str, str], ...] = (("ledger", ENDS_ITSELF),)
+    if run.config.ledger.standbys:  # one takes over when the database is away for longer than a term
+        cost += (("ledger", FENCED),)
+    fault = Fault("database", "sigkill", may_cost=cost)
     fault.n_processes = run.server.kill()
     run.server.start_again()
     return fault

@@ -70,7 +70,7 @@ def test_the_three_faults_are_visible_on_the_recovery_dashboard(replayed: str) -
         return {label for one in series for key, label in one["metric"].items() if key in ("pool", "component")}
 
     assert shown("Restart") == {"actor", "ledger", "learner"}
-    assert shown("Recovered") == {"actor", "controller", "learner"}
+    assert shown("Recovered") == {"actor", "ledger", "learner"}
     assert ask(replayed, "query_range", query=notes["New term"], start=START, end=END, step=10)["result"]
 
 

@@ -133,7 +133,7 @@ def test_a_kept_run_tells_its_faults_in_order_and_forgets_a_process_that_left(tm
         left = ask(source.url, "query", query='rollbook_worker_policy_version{worker="worker-1"}', time=away)["result"]
     assert [(note["name"], note["text"]) for note in found] == [
         ("Restart", "actor: crash"), ("Recovered", "actor"), ("Restart", "ledger: crash"),
-        ("New term", "another ledger server leads"), ("Recovered", "controller"),
+        ("New term", "another ledger server leads"), ("Recovered", "ledger"),
         ("Restart", "learner: oom"), ("Recovered", "learner"),
     ]  # fmt: skip
     seen = found[0]["at"] - source.start

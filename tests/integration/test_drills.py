@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +238,17 @@ def test_a_lost_node_may_cost_the_roles_that_were_on_it() -> None:
     sent = [Fault("node", "sigkill", may_cost=(("ledger", faults.NODE_LOST),))]
     assert verdict.unexpected_deaths(text, sent) == []
     assert verdict.unexpected_deaths(text, []) == ["deaths: ledger, node lost, 1 times more than was sent"]
+
+
+@pytest.mark.parametrize("standbys", [0, 1])
+def test_a_database_that_is_away_may_cost_the_holder_its_term_where_another_waits(standbys: int) -> None:
+    server = SimpleNamespace(kill=lambda: 5, start_again=lambda: None)
+    run: Any = SimpleNamespace(server=server, config=SimpleNamespace(ledger=SimpleNamespace(standbys=standbys)))
+    fault = faults.kill(run, "database", random.Random(1), True)
+    assert fault is not None
+    once = "ledger died (exit code 3); starting it again in 0.1 s"
+    assert len(verdict.unexpected_deaths(once, [fault])) == 1 - standbys
+    assert len(verdict.unexpected_deaths(f"{once}\n{once}", [fault])) == 1, "and no more than once"
 
 
 def test_ettr_is_steps_kept_by_the_median_unbroken_step_over_wall_time() -> None:
